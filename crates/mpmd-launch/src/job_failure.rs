@@ -127,6 +127,8 @@ pub enum ExitKind {
     Exit(i32),
     /// A signal with this number ended the process.
     Signal(i32),
+    /// The launcher killed the process with SIGKILL.
+    Killed,
 }
 
 impl ExitKind {
@@ -135,6 +137,7 @@ impl ExitKind {
         match self {
             Self::Exit(code) => code,
             Self::Signal(number) => 128 + number,
+            Self::Killed => 128 + Signal::KILL.as_raw(),
         }
     }
 
@@ -153,11 +156,13 @@ impl fmt::Display for ExitKind {
             Self::Signal(number) => {
                 write!(f, "it was ended by signal {number}")?;
                 signal_name(number).map_or(Ok(()), |name| write!(f, " ({name})"))?;
-                // The launcher does not blame a process that it has killed itself.
                 match number == Signal::KILL.as_raw() {
                     true => f.write_str("; the system sends it when memory is full"),
                     false => Ok(()),
                 }
+            }
+            Self::Killed => {
+                f.write_str("it was ended by signal 9 (SIGKILL), which the launcher sent")
             }
         }
     }

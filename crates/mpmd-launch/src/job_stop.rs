@@ -75,6 +75,7 @@ impl JobStop {
         match end {
             ExitKind::Exit(code) => code == 0 || is_asked(code - 128) || is_told(reports, place),
             ExitKind::Signal(by) => is_asked(by),
+            ExitKind::Killed => true,
         }
     }
 }

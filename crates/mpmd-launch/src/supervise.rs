@@ -178,12 +178,20 @@ struct StartedProcess {
     child: Child,
     /// Also the id of its process group.
     pid: Pid,
+    /// True once the launcher has sent SIGKILL.
+    is_killed: bool,
     how: Option<ExitKind>,
     output: Vec<Receiver<()>>,
     words: Arc<LastWords>,
 }
 
 impl StartedProcess {
+    /// Sends SIGKILL to the process's group.
+    fn kill(&mut self) {
+        self.is_killed = true;
+        let _ = kill_process_group(self.pid, Signal::KILL);
+    }
+
     /// Waits until all output of an ended process is read, at most until `until`.
     fn wait_for_output(&self, until: Instant) {
         for output in &self.output {
@@ -229,6 +237,7 @@ impl StartedProcesses {
             number: process,
             child,
             pid,
+            is_killed: false,
             how: None,
             output: Vec::new(),
             words: words.clone(),
@@ -277,9 +286,20 @@ impl StartedProcesses {
         let _ = kill_process_group(running.pid, Signal::KILL);
         self.guard.tell('-', running.pid);
         // The status is unknown if another part of this program has reaped the process.
-        let how = running.child.wait().map_or(ExitKind::Exit(1), ExitKind::of);
+        let how = match running.child.wait().map_or(ExitKind::Exit(1), ExitKind::of) {
+            how if running.is_killed && how.code() == ExitKind::Killed.code() => ExitKind::Killed,
+            how => how,
+        };
         running.how = Some(how);
         how
+    }
+
+    /// Sends SIGKILL to the process groups of all processes that have not ended.
+    fn kill_all(&mut self) {
+        self.running
+            .iter_mut()
+            .filter(|running| running.how.is_none())
+            .for_each(StartedProcess::kill);
     }
 
     /// Sends a signal to the process groups of all processes that have not ended.
@@ -594,7 +614,7 @@ where
                 self.ending = EndingPhase::Asked(Instant::now() + AFTER_TERM);
             }
             EndingPhase::Asked(_) | EndingPhase::Killed => {
-                self.job.signal(Signal::KILL);
+                self.job.kill_all();
                 self.ending = EndingPhase::Killed;
             }
         }
@@ -633,7 +653,7 @@ where
             say(format!(
                 "chaos kills the process that was started as {number}"
             ));
-            let _ = kill_process_group(self.job.running[victim].pid, Signal::KILL);
+            self.job.running[victim].kill();
         }
     }
 
@@ -761,7 +781,7 @@ where
         let is_cut = ended
             .by_place
             .iter()
-            .any(|how| matches!(how, ExitKind::Signal(_)));
+            .any(|how| matches!(how, ExitKind::Signal(_) | ExitKind::Killed));
         if is_cut && signal != Signal::PIPE {
             say(format!("stopped by {}", stop_name(signal.as_raw())));
         }

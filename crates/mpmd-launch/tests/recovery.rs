@@ -2,7 +2,9 @@
 //! nothing else: each is this file again, in [`process_of_a_job`].
 
 use std::fs;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -85,6 +87,11 @@ impl Process {
         let number = self.env.process.index();
         if case == "spare fails" && number == 2 {
             return 7;
+        }
+        if case == "one never joins" && number == 1 {
+            let script = "trap '' TERM; while :; do sleep 1; done";
+            let error = Command::new("sh").args(["-c", script]).exec();
+            panic!("{error}");
         }
         let identity = Identity::random().unwrap();
         let (rendezvous, joined) = match self.join(1, identity) {
@@ -278,4 +285,19 @@ fn programs_without_mpmd_are_judged_by_their_codes() {
     let once = "[ $MPMD_RANK = 1 ] && [ ! -e once ] && touch once && kill -9 $$; exit 0";
     let outcome = sh(once).restarts(1).run().unwrap();
     assert_eq!((outcome.code(), outcome.codes), (0, vec![0, 137, 0]));
+}
+
+#[test]
+fn process_that_the_launcher_killed_is_named_as_such() {
+    let folder = Folder::new("silent");
+    let job = folder.job("one never joins");
+    let outcome = job.peer_timeout(Duration::from_secs(1)).run().unwrap();
+    assert_eq!(
+        (how(&outcome), outcome.code()),
+        (Some(ExitKind::Killed), 137)
+    );
+    let failure = outcome.first_failure.unwrap().to_string();
+    let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL), which the \
+                    launcher sent; ";
+    assert!(failure.starts_with(expected), "{failure}");
 }

@@ -57,8 +57,8 @@ pub(crate) struct FrontArgs {
     /// Largest number of new tokens of a request; default: as many as the model has positions
     #[arg(long, value_name = "N", value_parser = at_least(1))]
     pub max_tokens: Option<usize>,
-    /// Largest number of connections; more of them wait. The limit of open files (`ulimit -n`) must
-    /// have room for them
+    /// Largest number of connections; beyond them the oldest one without a request ends. The limit
+    /// of open files (`ulimit -n`) must have room for them
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least(1))]
     pub max_connections: usize,
     /// Largest body of a request

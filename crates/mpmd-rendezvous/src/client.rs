@@ -206,6 +206,12 @@ impl Rendezvous {
         self.link.state.lock().next_processes
     }
 
+    /// Returns the number of processes that can replace those that leave this epoch: that wait for
+    /// a place, or that the server's owner may start. Only process 0 hears of them.
+    pub fn replacements(&self) -> usize {
+        self.link.state.lock().replacements
+    }
+
     /// Tells the server that a commit of this epoch is whole on all its processes. So those that
     /// [leave](JobMember::leaves) the job are not needed any more. Waits for no answer.
     ///

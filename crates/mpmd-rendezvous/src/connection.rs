@@ -115,6 +115,8 @@ pub(super) struct ConnectionState {
     pub(super) processes: usize,
     /// Number of processes that the next epoch could have: more if others wait for a place.
     pub(super) next_processes: usize,
+    /// Number of processes that can replace those that leave this epoch.
+    pub(super) replacements: usize,
     pub(super) tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
     pub(super) untold: Vec<Down>,
     pub(super) tell_busy: Option<Arc<TellBusy>>,
@@ -141,6 +143,7 @@ impl ConnectionState {
             succession: None,
             processes: 0,
             next_processes: 0,
+            replacements: 0,
             tell: None,
             untold: Vec::new(),
             tell_busy: None,
@@ -425,8 +428,13 @@ impl ServerConnection {
                 self.tell(Down::Process(process, why));
             }
             ServerReply::Place => self.state.lock().contact.has_place(),
-            ServerReply::CouldHave { processes } => {
-                self.state.lock().next_processes = processes as usize;
+            ServerReply::CouldHave {
+                processes,
+                replacements,
+            } => {
+                let mut state = self.state.lock();
+                state.next_processes = processes as usize;
+                state.replacements = replacements as usize;
             }
             ServerReply::Heirs { run, addresses } => {
                 self.state.lock().succession = Some(Succession::told(run, addresses));
@@ -480,6 +488,7 @@ impl ServerConnection {
 
             state.processes = state.members.len();
             state.next_processes = state.members.len();
+            state.replacements = 0;
             *members = std::mem::take(&mut state.members).into();
             state.contact.has_place();
             state.joined = true;

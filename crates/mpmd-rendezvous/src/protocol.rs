@@ -14,7 +14,7 @@ use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 11;
+pub const VERSION: u16 = 12;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -137,9 +137,10 @@ pub(super) enum ServerReply {
     /// connection stands.
     Place,
     /// The next epoch of the job can have so many processes: more than this one if others wait for
-    /// a place. Said to process 0.
+    /// a place. `replacements` can have places of processes that leave this one. Said to process 0.
     CouldHave {
         processes: u32,
+        replacements: u32,
     },
     /// The server drops this client and closes the connection.
     Dropped {
@@ -526,7 +527,10 @@ mod tests {
                 why: why.clone(),
             },
             ServerReply::Place,
-            ServerReply::CouldHave { processes: 3 },
+            ServerReply::CouldHave {
+                processes: 3,
+                replacements: 1,
+            },
             ServerReply::Busy {
                 epoch: 2,
                 processes: vec![process; 3],

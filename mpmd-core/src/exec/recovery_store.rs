@@ -1,8 +1,9 @@
 //! The copies of committed state that this process has: see `api/recover`.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
+use mpmd_base::ProcessId;
 use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_layout::region::Region;
 use mpmd_memory::{Pool, SharedBuffer};
@@ -87,6 +88,11 @@ pub(crate) struct RecoveryStore {
     pub(crate) asks_to_leave: bool,
     /// True if this process was found to be slow or wrong.
     pub(crate) is_dropped: bool,
+    /// True if this process was found to compute wrong bits.
+    pub(crate) is_wrong: bool,
+    /// The processes of which this one has said in the running epoch that they stay, since the
+    /// program does not go on with fewer processes; each with true for its own request to leave.
+    pub(crate) told_to_stay: BTreeSet<(ProcessId, bool)>,
     /// True if all processes of the job ask to leave it.
     pub(crate) all_ask_to_leave: bool,
     /// The number of processes of the epoch.
@@ -233,6 +239,8 @@ impl RecoveryStore {
             words: VecDeque::new(),
             asks_to_leave: false,
             is_dropped: false,
+            is_wrong: false,
+            told_to_stay: BTreeSet::new(),
             all_ask_to_leave: false,
             processes: 0,
             may_change: false,
@@ -325,6 +333,7 @@ impl RecoveryStore {
     pub(crate) fn end_epoch(&mut self, failure: Arc<Failure>) {
         self.forget_old();
         self.words.clear();
+        self.told_to_stay.clear();
         self.lost.get_or_insert((now(), failure));
         self.time.lose();
 

@@ -392,6 +392,8 @@ impl AttentionSizes {
             && (batch, groups, keys) == (v_batch, v_groups, v_keys)
             && groups > 0
             && heads.is_multiple_of(groups)
+            // Scores of no elements have no gradients, but the values do.
+            && (dim > 0 || out_dim == 0)
         {
             return Ok(Self {
                 batch,
@@ -407,7 +409,7 @@ impl AttentionSizes {
         bail!(
             "attention of q {:?}, k {:?} and v {:?}: expected [batch, heads, queries, dim], \
              [batch, groups, keys, dim] and [batch, groups, keys, out_dim], where groups divides \
-             heads",
+             heads and dim is not 0",
             q.dims(),
             k.dims(),
             v.dims()

@@ -258,7 +258,7 @@ fn backward(
     gradient: &Tensor,
 ) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let (outputs, inputs) = weight.dims2()?;
-    let rows = x.elem_count().checked_div(inputs).unwrap_or(0);
+    let rows = x.dims().iter().rev().skip(1).product();
 
     let d_x = if x.track_op() {
         let mut d_x = vec![0.0; x.elem_count()];

@@ -140,7 +140,8 @@ impl Module for PackedLinear {
         let mut parts = vec![0.0; panels * m * PANEL];
         let each = panels.div_ceil(4 * rayon::current_num_threads()).max(1);
         let all = parts.par_chunks_mut((each * m * PANEL).max(1)).enumerate();
-        all.for_each(|(at, out)| {
+        // Sums of no products stay 0.
+        all.filter(|_| columns > 0).for_each(|(at, out)| {
             let first = at * each;
             self.weight
                 .multiply(&x, first..panels.min(first + each), out);

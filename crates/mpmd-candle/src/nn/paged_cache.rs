@@ -79,6 +79,9 @@ impl PagedCache {
         let tokens: usize = sequences.iter().map(|sequence| sequence.rows).sum();
         let heads = self.check_tensors([q, k, v], tokens)?;
         self.check_blocks(sequences)?;
+        if heads == 0 || dim == 0 {
+            return Tensor::zeros((tokens, heads, dim), DType::F32, q.device());
+        }
 
         let sizes = [self.blocks, groups, dim];
         let rows: Vec<(usize, usize, &[u32])> = sequences
@@ -120,6 +123,7 @@ impl PagedCache {
         match *q.dims() {
             [count, heads, own]
                 if (count, own) == (tokens, dim)
+                    && groups > 0
                     && heads.is_multiple_of(groups)
                     && [k, v].iter().all(|x| x.dims() == [tokens, groups, dim])
                     && [q, k, v].iter().all(|x| x.dtype() == DType::F32) =>

@@ -262,3 +262,300 @@ fn dropout_without_training_needs_no_key() {
     let error = enter(&mut pass(None), || Dropout::new(0.5).forward(&x, true)).unwrap_err();
     assert!(error.to_string().contains("Microbatch::key"), "{error}");
 }
+
+/// Computes a function on tensors of these sizes. The sizes' meaning is that of the function.
+type OfSizes = fn(&[usize], DType) -> Result<Tensor>;
+
+/// A function of this module whose sizes may be 0.
+struct SizedFunction {
+    name: &'static str,
+    sizes: &'static [usize],
+    compute: OfSizes,
+    /// Returns the shape of the result.
+    shape: fn(&[usize]) -> Vec<usize>,
+}
+
+/// Returns a variable of `dtype`.
+fn typed(shape: &[usize], dtype: DType) -> Tensor {
+    variable(shape, 7).to_dtype(dtype).unwrap()
+}
+
+/// Returns indices that are all 0.
+fn zeros(shape: &[usize]) -> Tensor {
+    Tensor::zeros(shape, DType::U32, &Device::Cpu).unwrap()
+}
+
+/// Returns queries, keys and values for the sizes batch, heads, groups, queries, keys, dim and
+/// out_dim.
+fn heads(s: &[usize], dtype: DType) -> [Tensor; 3] {
+    [
+        typed(&[s[0], s[1], s[3], s[5]], dtype),
+        typed(&[s[0], s[2], s[4], s[5]], dtype),
+        typed(&[s[0], s[2], s[4], s[6]], dtype),
+    ]
+}
+
+fn attend_with(s: &[usize], dtype: DType, mask: Mask) -> Result<Tensor> {
+    let [q, k, v] = heads(s, dtype);
+    attention(&q, &k, &v, mask, 0.5)
+}
+
+fn linear_of(s: &[usize], dtype: DType) -> Linear {
+    Linear::new(typed(&[s[3], s[2]], dtype), Some(typed(&[s[3]], dtype)))
+}
+
+const HEADS: &[usize] = &[2, 4, 2, 3, 5, 8, 6];
+const LINEAR: &[usize] = &[2, 3, 4, 5];
+
+fn of_elements() -> Vec<SizedFunction> {
+    let function = |name, compute: OfSizes| SizedFunction {
+        name,
+        sizes: &[2, 3, 4],
+        compute,
+        shape: <[usize]>::to_vec,
+    };
+
+    vec![
+        function("softmax", |s, t| super::ops::softmax(&typed(s, t), 2)),
+        function("softmax of columns", |s, t| {
+            super::ops::softmax(&typed(s, t), 1)
+        }),
+        function("log_softmax", |s, t| {
+            super::ops::log_softmax(&typed(s, t), 2)
+        }),
+        function("gelu", |s, t| super::ops::gelu(&typed(s, t))),
+        function("gelu_erf", |s, t| super::ops::gelu_erf(&typed(s, t))),
+        function("silu", |s, t| super::ops::silu(&typed(s, t))),
+        function("mish", |s, t| super::ops::mish(&typed(s, t))),
+        function("rms_norm", |s, t| {
+            super::ops::rms_norm(&typed(s, t), &typed(&s[2..], t), 1e-5)
+        }),
+        function("layer_norm", |s, t| {
+            let of_width = typed(&s[2..], t);
+            super::ops::layer_norm(&typed(s, t), &of_width, &of_width, 1e-5)
+        }),
+        SizedFunction {
+            shape: |s| vec![s[0], s[1], s[2] / 2],
+            ..function("swiglu", |s, t| super::ops::swiglu(&typed(s, t)))
+        },
+    ]
+}
+
+fn of_layers() -> Vec<SizedFunction> {
+    let linear = |name, compute: OfSizes| SizedFunction {
+        name,
+        sizes: LINEAR,
+        compute,
+        shape: |s| vec![s[0], s[1], s[3]],
+    };
+
+    vec![
+        linear("linear", |s, t| linear_of(s, t).forward(&typed(&s[..3], t))),
+        linear("linear without bias", |s, t| {
+            Linear::new(typed(&[s[3], s[2]], t), None).forward(&typed(&s[..3], t))
+        }),
+        linear("linear with activation", |s, t| {
+            linear_of(s, t).forward_activated(&typed(&s[..3], t), super::Activation::Silu)
+        }),
+        linear("packed linear", |s, t| {
+            super::PackedLinear::new(&linear_of(s, t), false)?.forward(&typed(&s[..3], t))
+        }),
+        SizedFunction {
+            name: "rows of a packed linear",
+            sizes: LINEAR,
+            compute: |s, t| {
+                super::PackedLinear::new(&linear_of(s, t), false)?.rows(&zeros(&s[..2]))
+            },
+            shape: |s| vec![s[0], s[1], s[2]],
+        },
+        SizedFunction {
+            name: "grouped",
+            sizes: &[2, 3, 4, 5],
+            compute: |s, t| {
+                let weight = typed(&[s[0], s[3], s[2]], t);
+                Grouped::new(weight).forward(&typed(&[s[0] * s[1], s[2]], t), &vec![s[1]; s[0]])
+            },
+            shape: |s| vec![s[0] * s[1], s[3]],
+        },
+        SizedFunction {
+            name: "embedding",
+            sizes: &[2, 3, 4, 5],
+            compute: |s, t| Embedding::new(typed(&s[2..], t), s[3]).forward(&zeros(&s[..2])),
+            shape: |s| vec![s[0], s[1], s[3]],
+        },
+        SizedFunction {
+            name: "new layers",
+            sizes: &[3, 4],
+            compute: |s, t| {
+                let variables = candle_nn::VarMap::new();
+                let vb = candle_nn::VarBuilder::from_varmap(&variables, t, &Device::Cpu);
+                let x = super::embedding(3, s[0], vb.pp("e"))?.forward(&zeros(&[2]))?;
+                let x = super::layer_norm(s[0], 1e-5, vb.pp("n"))?.forward(&x)?;
+                super::linear(s[0], s[1], vb.pp("l"))?.forward(&x)
+            },
+            shape: |s| vec![2, s[1]],
+        },
+    ]
+}
+
+fn of_heads() -> Vec<SizedFunction> {
+    let attention = |name, compute: OfSizes| SizedFunction {
+        name,
+        sizes: HEADS,
+        compute,
+        shape: |s| vec![s[0], s[1], s[3], s[6]],
+    };
+    let rotary = |name, compute: OfSizes| SizedFunction {
+        name,
+        sizes: &[2, 3, 4, 6],
+        compute,
+        shape: <[usize]>::to_vec,
+    };
+
+    vec![
+        attention("attention", |s, t| attend_with(s, t, Mask::None)),
+        attention("causal attention", |s, t| attend_with(s, t, Mask::Causal)),
+        attention("attention from keys", |s, t| {
+            attend_with(s, t, Mask::CausalFrom(zeros(&[s[0], s[3]])))
+        }),
+        attention("masked attention", |s, t| {
+            let mask = variable(&[s[0], 1, s[3], s[4]], 3).detach();
+            attend_with(s, t, Mask::Additive(mask))
+        }),
+        attention("capped attention", |s, t| {
+            let [q, k, v] = heads(s, t);
+            super::capped_attention(&q, &k, &v, Mask::Causal, 0.5, 3.0)
+        }),
+        SizedFunction {
+            name: "self-attention",
+            sizes: &[2, 3, 4, 5],
+            compute: |s, t| {
+                let qkv = typed(&[s[0], s[1], s[2] * 3 * s[3]], t);
+                self_attention(&qkv, s[2], Mask::Causal, 0.5)
+            },
+            shape: |s| vec![s[0], s[1], s[2] * s[3]],
+        },
+        SizedFunction {
+            name: "paged attention",
+            sizes: &[3, 4, 2, 5],
+            compute: |s, t| {
+                let mut cache = super::PagedCache::new(1, s[2], s[3]);
+                let rows = super::PagedRows {
+                    start: 0,
+                    rows: s[0],
+                    blocks: vec![0],
+                };
+                let scores = super::PagedScores {
+                    scale: 0.5,
+                    cap: None,
+                    window: None,
+                };
+                let q = typed(&[s[0], s[1], s[3]], t);
+                let k = typed(&[s[0], s[2], s[3]], t);
+                cache.attention([&q, &k, &k], &[rows], scores)
+            },
+            shape: |s| vec![s[0], s[1], s[3]],
+        },
+        rotary("rope", |s, t| {
+            let angles = typed(&[s[2], s[3] / 2], t).detach();
+            super::rotary_emb::rope(&typed(s, t), &angles, &angles)
+        }),
+        rotary("rope_i", |s, t| {
+            let angles = typed(&[s[2], s[3] / 2], t).detach();
+            super::rotary_emb::rope_i(&typed(s, t), &angles, &angles)
+        }),
+    ]
+}
+
+fn of_losses() -> Vec<SizedFunction> {
+    let loss = |name, compute: OfSizes| SizedFunction {
+        name,
+        sizes: &[3, 4],
+        compute,
+        shape: |_| Vec::new(),
+    };
+
+    vec![
+        loss("cross_entropy", |s, t| {
+            super::loss::cross_entropy(&typed(s, t), &zeros(&s[..1]))
+        }),
+        loss("cross_entropy_sum", |s, t| {
+            Ok(super::loss::cross_entropy_sum(&typed(s, t), &zeros(&s[..1]), None)?.0)
+        }),
+        loss("cross_entropy_sum without rows that count", |s, t| {
+            let none = Tensor::zeros(s[0], DType::F32, &Device::Cpu)?;
+            let sums = super::loss::cross_entropy_sum(&typed(s, t), &zeros(&s[..1]), Some(&none));
+            Ok(sums?.0)
+        }),
+        loss("nll", |s, t| {
+            super::loss::nll(&typed(s, t), &zeros(&s[..1]))
+        }),
+        loss("mse", |s, t| super::loss::mse(&typed(s, t), &typed(s, t))),
+        loss("huber", |s, t| {
+            super::loss::huber(&typed(s, t), &typed(s, t), 1.0)
+        }),
+        loss("binary_cross_entropy", |s, t| {
+            super::loss::binary_cross_entropy_with_logit(&typed(s, t), &typed(s, t))
+        }),
+    ]
+}
+
+/// Computes a function and its gradients. Returns the failure, if it is not a typed error.
+fn failure_of(function: &SizedFunction, sizes: &[usize], dtype: DType) -> Option<String> {
+    let run = || {
+        let Ok(y) = (function.compute)(sizes, dtype) else {
+            return None;
+        };
+        let expected = (function.shape)(sizes);
+        if y.dims() != expected {
+            return Some(format!("{:?} instead of {expected:?}", y.dims()));
+        }
+        // Its error is a typed one.
+        let _ = y.sum_all().and_then(|sum| sum.backward());
+        None
+    };
+    std::panic::catch_unwind(run).unwrap_or_else(|_| Some("a panic".to_owned()))
+}
+
+#[test]
+fn empty_dimensions_give_empty_results_or_errors() {
+    let functions = [of_elements(), of_layers(), of_heads(), of_losses()];
+    let mut failures = Vec::new();
+    for function in functions.iter().flatten() {
+        for dtype in [DType::F32, DType::BF16, DType::F64] {
+            let full = (function.compute)(function.sizes, dtype);
+            // Layers for inference are of f32 alone.
+            assert!(
+                full.is_ok() || dtype != DType::F32,
+                "{}: {full:?}",
+                function.name
+            );
+            let one_empty = (0..function.sizes.len()).map(|at| {
+                let mut sizes = function.sizes.to_vec();
+                sizes[at] = 0;
+                sizes
+            });
+
+            for sizes in one_empty.chain([vec![0; function.sizes.len()]]) {
+                if let Some(failure) = failure_of(function, &sizes, dtype) {
+                    failures.push(format!(
+                        "{} of {dtype:?} {sizes:?}: {failure}",
+                        function.name
+                    ));
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{failures:#?}");
+}
+
+#[test]
+fn linear_without_inputs_gives_its_bias_and_gradients() {
+    let bias = variable(&[5], 1);
+    let layer = Linear::new(variable(&[5, 0], 2), Some(bias.clone()));
+    let y = layer.forward(&variable(&[2, 3, 0], 3)).unwrap();
+    let expected = bias.broadcast_as((2, 3, 5)).unwrap().contiguous().unwrap();
+    assert_eq!(elements(&y), elements(&expected));
+    let gradients = y.sum_all().unwrap().backward().unwrap();
+    assert_eq!(elements(gradients.get(&bias).unwrap()), [6.0; 5]);
+}

@@ -24,7 +24,9 @@ use crate::hub::content::{FolderContent, Known, fold};
 pub(crate) use crate::hub::files::{CONFIG, GENERATION, TOKENIZER};
 use crate::hub::files::{FolderTensors, LARGEST_FILE, checked, companions, find};
 use crate::hub::initial::{InitialSettings, InitialValues};
-use crate::hub::stored_tensor::{DTYPES, ParameterReader, StoredTensor, ValueOrigin, are_equal};
+use crate::hub::stored_tensor::{
+    DTYPES, NonFiniteTensors, ParameterReader, StoredTensor, ValueOrigin, are_equal,
+};
 use crate::rope::Rope;
 
 /// A model on disk. Its headers are read and checked; values are read later, by region.
@@ -45,6 +47,7 @@ pub struct Folder {
     split: Option<u64>,
     read: Arc<AtomicU64>,
     known: Known,
+    not_finite: Arc<NonFiniteTensors>,
 }
 
 impl Folder {
@@ -105,6 +108,7 @@ impl Folder {
             split,
             read: Arc::default(),
             known: Known::default(),
+            not_finite: Arc::default(),
         };
         if may_be_tied && are_equal(&folder.tensors[&table], &folder.tensors[&output])? {
             folder.config.tie_word_embeddings = true;
@@ -137,6 +141,7 @@ impl Folder {
             split: None,
             read: Arc::default(),
             known: Known::default(),
+            not_finite: Arc::default(),
         };
         let settings = InitialSettings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
         let shapes = needed(folder.sources.values());
@@ -455,9 +460,26 @@ impl Folder {
     ///
     /// If the model has no such parameter, or the file cannot be read.
     pub(crate) fn read(&self, name: &str, region: &Region, values: &mut [f32]) -> Result<()> {
+        self.tied_reader(name)?.read(region, values)
+    }
+
+    /// Reads as [`read`](Self::read) does, and warns of values that are not finite.
+    pub(crate) fn read_with_warning(
+        &self,
+        name: &str,
+        region: &Region,
+        values: &mut [f32],
+    ) -> Result<()> {
+        let reader = self.tied_reader(name)?;
+        reader.read(region, values)?;
+        self.not_finite.note(&self.path, &reader, region, values);
+        Ok(())
+    }
+
+    /// Returns the tensors of a parameter. The output of a model that ties it is its embedding.
+    fn tied_reader(&self, name: &str) -> Result<ParameterReader> {
         let tied = name == OUTPUT && self.config.tie_word_embeddings;
-        let name = if tied { EMBEDDING } else { name };
-        self.reader(name)?.read(region, values)
+        self.reader(if tied { EMBEDDING } else { name })
     }
 
     /// Returns the tensors of a parameter.
@@ -483,7 +505,8 @@ impl Folder {
     }
 
     /// Issues the reading of a parameter as f32 on the devices of `sharding`. Each owner reads only
-    /// its own regions, and converts bf16 and f16.
+    /// its own regions, and converts bf16 and f16. It warns of tensors with values that are not
+    /// finite.
     ///
     /// # Errors
     ///
@@ -493,8 +516,11 @@ impl Folder {
         let reader = self.reader(name)?;
         let aval = self.sources[name].1.clone();
         let known = self.known.clone();
+        let not_finite = self.not_finite.clone();
+        let path = self.path.clone();
         p.array_from_fn(aval, sharding, move |region, mut view| {
             reader.read_into(region, &mut view)?;
+            not_finite.note(&path, &reader, region, view.as_mut_slice::<f32>()?);
             // A file may have changed since the processes have compared it.
             let Some(Ok(content)) = known.get() else {
                 return Ok(());

@@ -65,6 +65,16 @@ impl InitialSettings {
 }
 
 impl InitialValues {
+    /// Returns values that are all 0.
+    #[cfg(test)]
+    pub(crate) fn zeros() -> Self {
+        Self {
+            key: Key(0),
+            mean: 0.0,
+            deviation: 0.0,
+        }
+    }
+
     /// Chooses the values of the tensor `name`, which has the parameter `param`. Norms change
     /// nothing, biases are zero. Weights and tables are normal with the config's deviation. With
     /// GPT-2, as its authors have it, projections back to the residual have less the more layers

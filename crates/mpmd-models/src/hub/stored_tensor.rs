@@ -1,5 +1,6 @@
 //! The tensors of a model's files, and the reading of parameters from them.
 
+use std::collections::BTreeSet;
 use std::iter;
 use std::ops::Range;
 use std::path::Path;
@@ -12,6 +13,7 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::kernel::ViewMut;
 use mpmd::region::Region;
 use mpmd::train::tensors::TensorFile;
+use mpmd_base::block::Mutex;
 
 use crate::family::{ParameterSource, TensorRows};
 use crate::hub::initial::InitialValues;
@@ -36,6 +38,52 @@ pub(crate) enum ValueOrigin {
     File(TensorFile),
     /// The model is new. `aval` has the dtype in which it is saved.
     New(InitialValues),
+}
+
+/// Number of tensors that are named if their values are not finite.
+const MOST_NAMED: usize = 3;
+
+/// The tensors with values that are not finite, as far as they were read.
+#[derive(Debug, Default)]
+pub(crate) struct NonFiniteTensors(Mutex<BTreeSet<String>>);
+
+impl NonFiniteTensors {
+    /// Notes the tensors of `reader` with values that are not finite among `values`, those of a
+    /// region. Warns of the first ones, each once.
+    pub(crate) fn note(
+        &self,
+        path: &Path,
+        reader: &ParameterReader,
+        region: &Region,
+        values: &[f32],
+    ) {
+        if are_finite(values) {
+            return;
+        }
+
+        for name in reader.names_of(region, values) {
+            let mut names = self.0.lock();
+            if !names.insert(name.to_owned()) {
+                continue;
+            }
+            let path = path.display();
+            let rest = match names.len() {
+                ..MOST_NAMED => "",
+                MOST_NAMED => "; further tensors are not named",
+                _ => continue,
+            };
+            tracing::warn!(
+                "{path}: the tensor {name} has values that are not finite (NaN or infinity), and \
+                 so have results that depend on them{rest}"
+            );
+        }
+    }
+}
+
+/// True if all values are finite. Takes them block by block, which needs no branch for each.
+fn are_finite(values: &[f32]) -> bool {
+    let is_finite = |block: &[f32]| block.iter().fold(true, |all, one| all & one.is_finite());
+    values.chunks(1 << 12).all(is_finite)
 }
 
 /// The tensors of a parameter.
@@ -86,6 +134,24 @@ impl ParameterReader {
             return file.read(name, region, view.as_bytes_mut());
         }
         self.read(region, view.as_mut_slice()?)
+    }
+
+    /// Returns the names of the tensors with values that are not finite among `values`, those of a
+    /// region.
+    fn names_of(&self, region: &Region, values: &[f32]) -> Vec<&str> {
+        let Some(first) = region
+            .ranges()
+            .next()
+            .filter(|_| self.source.stacked.is_some())
+        else {
+            return vec![&self.tensors[0].name];
+        };
+        let each = values.len() / first.len().max(1);
+        let parts = first.zip(values.chunks(each.max(1)));
+        parts
+            .filter(|(_, values)| !are_finite(values))
+            .map(|(tensor, _)| &*self.tensors[tensor].name)
+            .collect()
     }
 
     /// Returns a tensor, and counts the bytes of a region of it.
@@ -305,5 +371,43 @@ mod tests {
                 "transposed: {is_transposed}"
             );
         }
+    }
+
+    #[test]
+    fn tensors_with_values_that_are_not_finite_are_named() {
+        let stored = |name: &str| StoredTensor {
+            origin: ValueOrigin::New(InitialValues::zeros()),
+            name: name.to_owned(),
+            aval: ShapedArray::new(&[2, 3], DType::F32),
+        };
+        let reader = |stacked: Option<usize>| ParameterReader {
+            source: ParameterSource {
+                name: "*".to_owned(),
+                stacked,
+                rows: TensorRows::block(0, 2),
+                is_transposed: false,
+            },
+            tensors: ["a", "b", "c"].map(stored).into(),
+            read: Arc::default(),
+        };
+
+        let found = NonFiniteTensors::default();
+        let note = |reader: &ParameterReader, region: &[Range<usize>], values: &[f32]| {
+            found.note(
+                Path::new("m"),
+                reader,
+                &Region::new(region.to_vec()),
+                values,
+            );
+            found.0.lock().iter().cloned().collect::<Vec<_>>()
+        };
+
+        let stack = [1..3, 0..1, 0..2];
+        let none = note(&reader(Some(3)), &stack, &[1.0, -2.0, f32::MAX, 0.0]);
+        assert_eq!(none, [""; 0]);
+        let last = note(&reader(Some(3)), &stack, &[1.0, 2.0, 3.0, f32::NAN]);
+        assert_eq!(last, ["c"]);
+        let alone = note(&reader(None), &[0..1, 0..2], &[f32::NEG_INFINITY, 0.0]);
+        assert_eq!(alone, ["a", "c"]);
     }
 }

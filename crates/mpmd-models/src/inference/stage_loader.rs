@@ -316,7 +316,7 @@ impl StageLoader {
     /// Returns the weights of the folder.
     fn of_folder(&self) -> WeightSource {
         let folder = self.folder.clone();
-        Arc::new(move |name, region, values| folder.read(name, region, values))
+        Arc::new(move |name, region, values| folder.read_with_warning(name, region, values))
     }
 
     /// Returns the part of a version for a pass on this device.

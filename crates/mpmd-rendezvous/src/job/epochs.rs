@@ -434,6 +434,9 @@ impl Epochs {
 
         let is_free = |(seat, vacant): (&Option<Seat>, &bool)| seat.is_none() && *vacant;
         let has_free = self.seats.iter().zip(&self.vacant).any(is_free);
+        // It may go on without the free places, once the busy processes come.
+        let here = self.seats.iter().flatten().count();
+        let has_free = has_free && !self.may_have(here + busy.len());
         if late.is_empty() && (busy.is_empty() || has_free) {
             // No process has come that the server's owner may have started.
             if self.shrinks() {

@@ -23,6 +23,7 @@ use tokio::time::{sleep, timeout};
 
 use super::LAST;
 use super::failure::HttpFailure;
+use super::idle_connections::{ConnectionUse, IdleConnections, LAST_BYTES};
 use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
 use super::settings::FrontError;
@@ -74,7 +75,7 @@ pub(super) fn reserve_descriptors(connections: usize) -> Result<(), FrontError> 
 }
 
 /// Accepts the connections that `next` returns until the sender of `ended` is dropped. Then waits
-/// for their last bytes.
+/// for their last bytes. Beyond `most` connections, the oldest one without a request ends.
 pub(super) async fn accept(
     mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<TcpStream>> + Send,
     routes: Router,
@@ -82,22 +83,23 @@ pub(super) async fn accept(
     mut ended: watch::Receiver<()>,
 ) {
     let permits = Arc::new(Semaphore::new(most));
+    let idle = Arc::new(IdleConnections::default());
     let mut has_failed = false;
     loop {
         let accepted = async {
-            // It is never closed.
-            let permit = permits.clone().acquire_owned().await.ok();
-            (poll_fn(&mut next).await, permit)
+            let stream = poll_fn(&mut next).await?;
+            Ok::<_, io::Error>((stream, idle.make_room(&permits).await))
         };
-        let (accepted, permit) = tokio::select! {
+        let accepted = tokio::select! {
             _ = ended.changed() => break,
             accepted = accepted => accepted,
         };
 
         match accepted {
-            Ok(stream) => {
+            Ok((stream, permit)) => {
                 has_failed = false;
-                let connection = connection(stream, routes.clone(), ended.clone());
+                let connection_use = ConnectionUse::new(idle.clone());
+                let connection = connection(stream, connection_use, routes.clone(), ended.clone());
                 tokio::spawn(async move {
                     connection.await;
                     drop(permit);
@@ -121,14 +123,24 @@ pub(super) async fn accept(
     .await;
 }
 
-async fn connection(stream: TcpStream, routes: Router, mut ended: watch::Receiver<()>) {
+async fn connection(
+    stream: TcpStream,
+    connection_use: Arc<ConnectionUse>,
+    routes: Router,
+    mut ended: watch::Receiver<()>,
+) {
     // Else each event would wait for the acknowledgement of the one before.
     _ = stream.set_nodelay(true);
 
     let peer = Arc::new(PeerSocket::new(stream));
     let routes = TowerToHyperService::new(routes);
     let asked = peer.clone();
-    let service = service_fn(move |request| answer(routes.clone(), asked.clone(), request));
+    let used = connection_use.clone();
+    let service = service_fn(move |request| {
+        let guard = used.begin();
+        let answer = answer(routes.clone(), asked.clone(), request);
+        async move { Ok::<_, io::Error>(guard.until_end_of(answer.await?)) }
+    });
     let connection = Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD)
@@ -147,6 +159,18 @@ async fn connection(stream: TcpStream, routes: Router, mut ended: watch::Receive
         _ = connection.as_mut() => return,
         () = peer.failure() => return,
         _ = ended.changed() => connection.as_mut().graceful_shutdown(),
+        () = connection_use.end() => {
+            connection.as_mut().graceful_shutdown();
+            tokio::select! {
+                _ = connection.as_mut() => return,
+                () = peer.failure() => return,
+                () = sleep(LAST_BYTES) => {}
+            }
+            // A request may have come meanwhile.
+            if !connection_use.has_request() {
+                return;
+            }
+        }
     }
     tokio::select! {
         _ = connection => {}
@@ -275,5 +299,60 @@ mod tests {
             error.contains("raise it (`ulimit -n`), or give fewer connections"),
             "{error}"
         );
+    }
+
+    #[tokio::test]
+    async fn idle_connections_give_their_places_to_new_ones() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let next =
+            move |cx: &mut Context<'_>| listener.poll_accept(cx).map_ok(|(stream, _)| stream);
+        let gate = Arc::new(Semaphore::new(0));
+        let opened = gate.clone();
+        let held = move || {
+            let opened = opened.clone();
+            async move {
+                _ = opened.acquire().await;
+                "held"
+            }
+        };
+        let routes = Router::new()
+            .route("/", get(async || "here"))
+            .route("/held", get(held));
+        let (_end, ended) = watch::channel(());
+        tokio::spawn(accept(next, routes, 3, ended));
+
+        // One has a request, one has nothing, and one half a head.
+        let mut busy = TcpStream::connect(address).await.unwrap();
+        busy.write_all(b"GET /held HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            .await
+            .unwrap();
+        let mut silent = TcpStream::connect(address).await.unwrap();
+        let mut slow = TcpStream::connect(address).await.unwrap();
+        slow.write_all(b"GET / HT").await.unwrap();
+
+        // The time limit for a head is longer.
+        let limit = HEAD / 2;
+        for _ in 0..2 {
+            let client = TcpStream::connect(address).await.unwrap();
+            let found = timeout(limit, status(client)).await;
+            assert_eq!(found.expect("an answer"), "HTTP/1.1 200 OK");
+            // This one keeps a place and has no request any more.
+            let mut kept = TcpStream::connect(address).await.unwrap();
+            kept.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                .await
+                .unwrap();
+            let mut first = [0; 15];
+            let read = timeout(limit, kept.read_exact(&mut first)).await;
+            read.expect("an answer").unwrap();
+        }
+
+        let ends = timeout(limit, silent.read(&mut [0; 1])).await;
+        assert_eq!(ends.expect("it ends").unwrap_or(0), 0);
+        gate.add_permits(1);
+        let mut first = [0; 15];
+        let read = timeout(limit, busy.read_exact(&mut first)).await;
+        read.expect("an answer").unwrap();
+        assert_eq!(&first, b"HTTP/1.1 200 OK");
     }
 }

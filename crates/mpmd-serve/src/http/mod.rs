@@ -5,6 +5,7 @@ mod connection;
 mod control;
 mod failure;
 mod fields;
+mod idle_connections;
 mod paced_connection;
 mod parsed_request;
 mod peer_socket;

@@ -14,7 +14,7 @@ use axum::{Json, Router};
 use futures::StreamExt as _;
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::access::Access;
 use super::control::{is_paused, load_weights, pause, resume, update_weight_version, weight_info};
@@ -39,8 +39,12 @@ const BODY: Duration = Duration::from_secs(30);
 /// Largest number of bytes in all bodies that are being read.
 const BODIES: usize = 64 << 20;
 
-/// Bytes of a body from which on its text may take long to read.
+/// Bytes of a body from which on its text may take long to read, and its sender may not be slow.
 const LONG_BODY: usize = 64 << 10;
+
+/// Bytes that a long body must bring within each [`BODY_PERIOD`].
+const LEAST_BYTES: usize = 64 << 10;
+const BODY_PERIOD: Duration = Duration::from_secs(5);
 
 /// The state that all endpoints share.
 pub(super) struct EndpointState {
@@ -244,7 +248,13 @@ pub(super) async fn parse<T: Send + 'static>(
         HttpFailure::new(StatusCode::REQUEST_TIMEOUT, why)
     };
 
-    let (bytes, held) = timeout(BODY, bytes(body, shared)).await.map_err(late)??;
+    let limits = BodyLimits {
+        most: shared.body,
+        memory: &shared.bodies,
+        queue: &shared.queue,
+        period: BODY_PERIOD,
+    };
+    let (bytes, held) = timeout(BODY, bytes(body, limits)).await.map_err(late)??;
     let turn = match bytes.len() > LONG_BODY {
         // It is never closed.
         true => shared.long_body.clone().acquire_owned().await.ok(),
@@ -261,16 +271,39 @@ pub(super) async fn parse<T: Send + 'static>(
     result.map_err(|why| HttpFailure::internal("the request could not be read", why))?
 }
 
+/// The limits on the bodies of requests.
+struct BodyLimits<'a> {
+    /// Largest body, in bytes.
+    most: usize,
+    /// The bytes that are free for bodies.
+    memory: &'a Arc<Semaphore>,
+    /// Counts the bodies for which there is no memory.
+    queue: &'a RequestQueue,
+    /// The time in which a long body must bring [`LEAST_BYTES`].
+    period: Duration,
+}
+
 /// Reads a body, unless its announced length is too long. Returns its bytes, and the permits for
 /// their memory.
 async fn bytes(
     body: Body,
-    shared: &EndpointState,
+    limits: BodyLimits<'_>,
 ) -> Result<(Vec<u8>, Vec<OwnedSemaphorePermit>), HttpFailure> {
-    let most = shared.body;
+    let BodyLimits {
+        most,
+        memory,
+        queue,
+        period,
+    } = limits;
     let too_long = || {
         let why = format!("the body: expected at most {most} bytes");
         HttpFailure::new(StatusCode::PAYLOAD_TOO_LARGE, why)
+    };
+    let slow = || {
+        let bytes = LEAST_BYTES >> 10;
+        let seconds = period.as_secs();
+        let why = format!("the body is slow: expected {bytes} KiB within {seconds} seconds");
+        HttpFailure::new(StatusCode::REQUEST_TIMEOUT, why)
     };
     if body.size_hint().lower() > most as u64 {
         return Err(too_long());
@@ -279,17 +312,32 @@ async fn bytes(
     let mut parts = body.into_data_stream();
     let mut bytes = Vec::new();
     let mut held = Vec::new();
-    while let Some(part) = parts.next().await {
+    let mut until = Instant::now() + period;
+    let mut due = LEAST_BYTES;
+    loop {
+        // Short bodies of all connections together leave memory for others.
+        let part = match bytes.len() > LONG_BODY {
+            true => timeout_at(until, parts.next()).await.map_err(|_| slow())?,
+            false => parts.next().await,
+        };
+        let Some(part) = part else { break };
         let part = part.map_err(|why| HttpFailure::invalid(format!("the body: {why}")))?;
         if bytes.len() + part.len() > most {
             return Err(too_long());
         }
 
         let permits = u32::try_from(part.len()).unwrap_or(u32::MAX);
-        let permit = shared.bodies.clone().try_acquire_many_owned(permits);
-        let full = |_| HttpFailure::busy("the bodies of other requests take all memory for them");
+        let permit = memory.clone().try_acquire_many_owned(permits);
+        let full = |_| {
+            queue.refuse("bodies");
+            HttpFailure::busy("the bodies of other requests take all memory for them")
+        };
         held.push(permit.map_err(full)?);
         bytes.extend_from_slice(&part);
+        if bytes.len() >= due {
+            until = Instant::now() + period;
+            due = bytes.len() + LEAST_BYTES;
+        }
     }
     Ok((bytes, held))
 }
@@ -297,4 +345,82 @@ async fn bytes(
 /// Returns the memory for bodies.
 pub(super) fn bodies() -> Arc<Semaphore> {
     Arc::new(Semaphore::new(BODIES))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use futures::stream;
+    use tokio::time::sleep;
+
+    use super::*;
+    use crate::queue::{QueueLimits, queue};
+
+    /// The time limit of a test.
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Returns a body that brings these numbers of bytes, and ends or stays open.
+    fn body(parts: &[usize], ends: bool) -> Body {
+        let parts: Vec<_> = parts
+            .iter()
+            .map(|bytes| Ok::<_, Infallible>(vec![b' '; *bytes]))
+            .collect();
+        match ends {
+            true => Body::from_stream(stream::iter(parts)),
+            false => Body::from_stream(stream::iter(parts).chain(stream::pending())),
+        }
+    }
+
+    /// Reads a body with room for 256 KiB. Returns its length, or the status of its refusal.
+    async fn read(
+        body: Body,
+        memory: &Arc<Semaphore>,
+        queue: &RequestQueue,
+    ) -> Result<usize, StatusCode> {
+        let limits = BodyLimits {
+            most: 256 << 10,
+            memory,
+            queue,
+            period: Duration::from_millis(20),
+        };
+        let read = timeout(LONG, bytes(body, limits)).await;
+        match read.expect("it ends") {
+            Ok((bytes, _)) => Ok(bytes.len()),
+            Err(failure) => Err(failure.into_response().status()),
+        }
+    }
+
+    #[tokio::test]
+    async fn slow_long_body_gives_up_its_memory() {
+        let memory = Arc::new(Semaphore::new(256 << 10));
+        let (queue, _arrivals) = queue(QueueLimits::default());
+        let half = read(body(&[200 << 10], false), &memory, &queue).await;
+        assert_eq!(half, Err(StatusCode::REQUEST_TIMEOUT));
+        assert_eq!(memory.available_permits(), 256 << 10);
+        let whole = read(body(&[60 << 10; 4], true), &memory, &queue).await;
+        assert_eq!(whole, Ok(240 << 10));
+    }
+
+    #[tokio::test]
+    async fn short_body_may_be_slow() {
+        let memory = Arc::new(Semaphore::new(256 << 10));
+        let (queue, _arrivals) = queue(QueueLimits::default());
+        let parts = stream::unfold(0, async |sent| {
+            sleep(Duration::from_millis(30)).await;
+            (sent < 4).then(|| (Ok::<_, Infallible>(vec![b' '; 1000]), sent + 1))
+        });
+        let found = read(Body::from_stream(parts), &memory, &queue).await;
+        assert_eq!(found, Ok(4000));
+    }
+
+    #[tokio::test]
+    async fn bodies_without_memory_are_counted() {
+        let memory = Arc::new(Semaphore::new(10));
+        let (queue, _arrivals) = queue(QueueLimits::default());
+        let found = read(body(&[20], true), &memory, &queue).await;
+        assert_eq!(found, Err(StatusCode::TOO_MANY_REQUESTS));
+        let counted = "mpmd_requests_rejected_total{reason=\"bodies\"} 1";
+        assert!(queue.metrics().contains(counted), "{}", queue.metrics());
+    }
 }

@@ -38,7 +38,8 @@ pub struct FrontSettings {
     pub waiting: QueueLimits,
     /// Largest number of new tokens of a request. Default: as many as the model has positions.
     pub max_tokens: Option<usize>,
-    /// Largest number of connections; more of them wait. Default: 512.
+    /// Largest number of connections. Beyond them the oldest one without a request ends, or the
+    /// new one waits. Default: 512.
     pub max_connections: usize,
     /// Bytes of the largest body of a request. Default: 2 MiB.
     pub max_body: u64,

@@ -268,6 +268,11 @@ impl RequestQueue {
         self.0.state.lock().open
     }
 
+    /// Counts a request that was refused for this reason before it was submitted.
+    pub(crate) fn refuse(&self, reason: &'static str) {
+        self.0.metrics.refuse(reason);
+    }
+
     /// Returns the figures in Prometheus' text format.
     pub fn metrics(&self) -> String {
         let state = self.0.state.lock();

@@ -1,5 +1,6 @@
 //! Settings of a program, and the ways to start one.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -83,6 +84,8 @@ pub struct Builder {
     /// The sizes that later epochs of the job may have, ascending. Empty if all epochs have as many
     /// processes as the first.
     pub(crate) sizes: Arc<[JobSize]>,
+    /// The numbers of processes that the layout refuses, each with its reason.
+    pub(super) refused_sizes: Arc<BTreeMap<u32, String>>,
 }
 
 impl Default for Builder {
@@ -109,6 +112,7 @@ impl Default for Builder {
             sync: None,
             facts: None,
             sizes: Arc::default(),
+            refused_sizes: Arc::default(),
         }
     }
 }
@@ -591,9 +595,11 @@ impl Builder {
             .saturating_mul(MOST_TIMES)
             .max(LEAST_ASKED);
         let largest = layout.map_or(all, |_| asked);
+        let mut refused = BTreeMap::new();
         let sizes = (1..=largest).filter_map(|size| {
             let devices = layout
                 .map_or(Ok(all), |layout| devices_of_size(layout, size))
+                .map_err(|why| refused.insert(size as u32, why))
                 .ok()?;
             Some(JobSize {
                 processes: size as u32,
@@ -601,7 +607,7 @@ impl Builder {
             })
         });
         self.sizes = sizes.collect();
-
+        self.refused_sizes = Arc::new(refused);
         Ok(())
     }
 

@@ -91,7 +91,14 @@ impl Candidate {
             token,
             ..
         } = self;
-        let membership = Membership::of(&joined, rendezvous, server, identity, peer_timeout);
+        let membership = Membership::of(
+            &joined,
+            &builder,
+            rendezvous,
+            server,
+            identity,
+            peer_timeout,
+        );
         let returns = |error: &Error| waits && is_loss(error);
         let agreed = agree(&membership, &builder, &joined, opened, topology);
         let (opened, topology) = match agreed {
@@ -206,6 +213,7 @@ impl Membership {
     /// Returns the membership of a process that has joined an epoch.
     fn of(
         joined: &JoinedEpoch,
+        builder: &Builder,
         rendezvous: Rendezvous,
         server: Option<RendezvousServer>,
         identity: Identity,
@@ -233,6 +241,8 @@ impl Membership {
             neighbours,
             places,
             peer_timeout,
+            sizes: builder.sizes.clone(),
+            refused_sizes: builder.refused_sizes.clone(),
         }
     }
 

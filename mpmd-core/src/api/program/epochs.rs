@@ -101,6 +101,20 @@ impl Program {
             .map_or(0, |membership| membership.rendezvous.could_have())
     }
 
+    /// Returns the number of processes that can replace those that leave, as far as this process
+    /// knows.
+    pub(crate) fn replacements(&self) -> usize {
+        self.membership
+            .as_ref()
+            .map_or(0, |membership| membership.rendezvous.replacements())
+    }
+
+    /// Returns the reason why the job does not go on with `size` processes, if it does not. The
+    /// same on every process.
+    pub(crate) fn why_not(&self, size: usize) -> Option<String> {
+        self.membership.as_ref()?.why_not(size)
+    }
+
     /// Ends this process's part in an epoch, after the program has returned `result`. Finishes a
     /// program that returned a value, which blocks. After the loss of a process, leaves the epoch
     /// and waits for running kernels, at most for the peer timeout.

@@ -1,5 +1,6 @@
 //! A process's part in an epoch of its job, at the rendezvous.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use mpmd_rendezvous::{
 };
 use mpmd_transport::TransportError;
 
+use super::builder::JobSize;
 use super::neighbours::Neighbours;
 use crate::error::Error;
 use crate::exec::Runtime;
@@ -34,6 +36,11 @@ pub(crate) struct Membership {
     /// The place of each process, for messages.
     pub(super) places: Vec<MemberPlace>,
     pub(super) peer_timeout: Duration,
+    /// The sizes that later epochs of the job may have, ascending. Empty if all epochs have as many
+    /// processes as the first.
+    pub(super) sizes: Arc<[JobSize]>,
+    /// The numbers of processes that the layout refuses, each with its reason.
+    pub(super) refused_sizes: Arc<BTreeMap<u32, String>>,
 }
 
 /// The place at which a process runs.
@@ -71,6 +78,26 @@ impl Returning {
 }
 
 impl Membership {
+    /// Returns the reason why the job does not go on with `size` processes, if it does not.
+    pub(super) fn why_not(&self, size: usize) -> Option<String> {
+        let goes_on = |allowed: &JobSize| allowed.processes as usize == size;
+        if size == self.places.len() || self.sizes.iter().any(goes_on) {
+            return None;
+        }
+
+        let refused = u32::try_from(size).ok();
+        let why = match refused.and_then(|size| self.refused_sizes.get(&size)) {
+            Some(why) => format!(": {why}"),
+            None if self.sizes.is_empty() => {
+                ", but waits for others (`OnLoss::Wait`), and none waits for a place".to_owned()
+            }
+            None => String::new(),
+        };
+        Some(format!(
+            "the program does not go on with {size} processes{why}"
+        ))
+    }
+
     /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a
     /// process, or is lost itself. The other tells observers the activity of this process.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {

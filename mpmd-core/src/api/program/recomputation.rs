@@ -229,6 +229,17 @@ impl Program {
         self.recomputed.ledger.convicted.pop_front()
     }
 
+    /// Convicts a process as the comparisons do. All processes must call it.
+    #[cfg(test)]
+    pub(crate) fn accuse(&mut self, process: ProcessId) {
+        let why = "computes wrong bits".to_owned();
+        self.recomputed.ledger.convicted.push_back(Convicted {
+            process,
+            why,
+            first: 1,
+        });
+    }
+
     /// Returns (number of comparisons read, number of those that differed).
     #[cfg(test)]
     pub(crate) fn compared(&self) -> (u64, u64) {

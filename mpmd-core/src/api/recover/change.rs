@@ -16,6 +16,7 @@ use super::commit::can_leave;
 use crate::api::program::{Convicted, JobChange, Program};
 use crate::error::{Error, Result};
 use crate::exec::recovery_store::RecoveryStore;
+use crate::warning::warn_user;
 
 /// Bit of a process's word: more processes could take part in the job.
 const COULD_GROW: u64 = 1;
@@ -27,13 +28,64 @@ const ASKS_TO_LEAVE: u64 = 2;
 /// one, but had copies that were needed.
 const IS_DROPPED: u64 = 4;
 
-/// Number of the low bits of a word that are flags. The bits above are the microseconds in which
+/// Bit of a process's word: the process was found to compute wrong bits.
+const IS_WRONG: u64 = 8;
+
+/// First bit of a field of a process's word, up to [`TIME_BITS`]: the number of processes that can
+/// replace others.
+const REPLACEMENTS_BIT: u32 = 4;
+const MOST_REPLACEMENTS: u64 = 15;
+
+/// Number of the low bits of a word before its time. The bits above are the microseconds in which
 /// the process's kernels have run so far, or in which it could not run.
 const TIME_BITS: u32 = 8;
 
 /// The words of a commit are read this number of commits later. At most this number of commits are
 /// on their way.
 const DELAY: usize = 2;
+
+/// A process that is to leave the job, and the reason.
+struct Leaver {
+    process: ProcessId,
+    why: String,
+    cause: LeaveCause,
+}
+
+/// The cause for which a process is to leave. A smaller one goes first.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+enum LeaveCause {
+    Wrong,
+    Slow,
+    Asks,
+}
+
+/// Returns the process that is to leave by its own word.
+fn leaver_of_word((process, word): (ProcessId, &u64)) -> Option<Leaver> {
+    let (cause, why) = if word & IS_DROPPED != 0 {
+        let cause = match word & IS_WRONG {
+            0 => LeaveCause::Slow,
+            _ => LeaveCause::Wrong,
+        };
+        let why = "was slow or wrong, and has stayed only for its copies of the state";
+        (cause, why)
+    } else if word & ASKS_TO_LEAVE != 0 {
+        (LeaveCause::Asks, "has asked to leave")
+    } else {
+        return None;
+    };
+    Some(Leaver {
+        process,
+        why: format!("process {process} {why}"),
+        cause,
+    })
+}
+
+/// Returns the number of processes that can replace others, by the words of all processes.
+fn replacements(words: &[u64]) -> usize {
+    let counts = words.iter().map(|word| word >> REPLACEMENTS_BIT);
+    let most = counts.map(|count| count & MOST_REPLACEMENTS).max();
+    most.unwrap_or(0) as usize
+}
 
 impl Commits {
     /// Asks the job to go on without this process, such as before its machine is taken away. It
@@ -45,6 +97,11 @@ impl Commits {
     /// This process has copies of the state, so it waits until the first commit of the others is
     /// whole. If one of them is lost before, the program is called here once more, and leaves the
     /// job later. If both processes with copies of a region ask, one of them leaves first.
+    ///
+    /// If the program does not go on with fewer processes ([`RecoveringBuilder::layout`]) and no
+    /// spare waits, this process stays and says the reason once. It leaves when a spare has come.
+    ///
+    /// [`RecoveringBuilder::layout`]: crate::RecoveringBuilder::layout
     ///
     /// If all processes ask, nothing happens but that [`Commits::all_ask_to_leave`] becomes true.
     /// Can be called at any time, also from another thread. It cannot be taken back.
@@ -73,12 +130,6 @@ impl Commits {
     }
 }
 
-/// A process that is to leave the job, and the reason.
-struct Leaver {
-    process: ProcessId,
-    why: String,
-}
-
 impl Program {
     /// Returns the word of this process for its next commit.
     pub(super) fn word(&self, kept: &Mutex<RecoveryStore>) -> u64 {
@@ -87,9 +138,10 @@ impl Program {
         let kept = kept.lock();
         let bits = COULD_GROW * u64::from(could_grow)
             + ASKS_TO_LEAVE * u64::from(kept.asks_to_leave)
-            + IS_DROPPED * u64::from(kept.is_dropped);
-
-        bits | (micros << TIME_BITS)
+            + IS_DROPPED * u64::from(kept.is_dropped)
+            + IS_WRONG * u64::from(kept.is_wrong);
+        let replacements = (self.replacements() as u64).min(MOST_REPLACEMENTS);
+        bits | (replacements << REPLACEMENTS_BIT) | (micros << TIME_BITS)
     }
 
     /// Returns the change on which the processes have agreed by the commit before the last, if any.
@@ -130,6 +182,7 @@ impl Program {
             Leaver {
                 process,
                 why: format!("process {process} {why}; {since}, and {stays}"),
+                cause: LeaveCause::Wrong,
             }
         });
         let slow = kept
@@ -139,34 +192,37 @@ impl Program {
         let slow = slow.map(|slow| Leaver {
             process: ProcessId(slow.process as u32),
             why: slow.why,
+            cause: LeaveCause::Slow,
         });
         let found = wrong.into_iter().chain(slow).filter(|_| self.may_change);
         let mut leavers: Vec<Leaver> = found.collect();
-        kept.is_dropped |= leavers
-            .iter()
-            .any(|leaver| leaver.process == self.process());
-
-        for (process, word) in (0..).map(ProcessId).zip(&all) {
-            if word & IS_DROPPED != 0 {
-                let why = "was slow or wrong, and has stayed only for its copies of the state";
-                let why = format!("process {process} {why}");
-                leavers.push(Leaver { process, why });
-            } else if word & ASKS_TO_LEAVE != 0 {
-                let why = format!("process {process} has asked to leave");
-                leavers.push(Leaver { process, why });
-            }
+        let is_here = |leaver: &&Leaver| leaver.process == self.process();
+        let found_here = leavers.iter().find(is_here).map(|leaver| leaver.cause);
+        if found_here == Some(LeaveCause::Wrong) {
+            kept.is_dropped = true;
+            kept.is_wrong = true;
         }
+        leavers.extend((0..).map(ProcessId).zip(&all).filter_map(leaver_of_word));
+        leavers.sort_by_key(|leaver| leaver.cause);
 
         // Each leaves only if the others still have a copy of each region.
-        let mut leave = Vec::new();
-        let mut whys = Vec::new();
-        for Leaver { process, why } in leavers {
-            if !leave.contains(&process) && can_leave(self.topology(), &leave, process) {
-                leave.push(process);
-                whys.push(why);
+        let mut accepted: Vec<Leaver> = Vec::new();
+        for leaver in leavers {
+            let before: Vec<ProcessId> = accepted.iter().map(|leaver| leaver.process).collect();
+            let is_new = !before.contains(&leaver.process);
+            if is_new && can_leave(self.topology(), &before, leaver.process) {
+                accepted.push(leaver);
             }
         }
+        let stay = self.keep_needed(&mut accepted, replacements(&all), &mut kept)?;
+        kept.is_dropped |= found_here.is_some() && !stay.contains(&self.process());
 
+        let mut leave = Vec::new();
+        let mut whys = Vec::new();
+        for Leaver { process, why, .. } in accepted {
+            leave.push(process);
+            whys.push(why);
+        }
         if leave.is_empty() && all.iter().any(|word| word & COULD_GROW != 0) {
             whys.push("others are taken in".to_owned());
         }
@@ -174,6 +230,46 @@ impl Program {
             leave,
             why: whys.join("; ").into(),
         }))
+    }
+
+    /// Removes the last processes from `leave`, without which the program does not go on. Returns
+    /// them. They hear the reason once in an epoch.
+    ///
+    /// # Errors
+    ///
+    /// If one of them computes wrong bits: the job must not go on with it.
+    fn keep_needed(
+        &self,
+        leave: &mut Vec<Leaver>,
+        replacements: usize,
+        kept: &mut RecoveryStore,
+    ) -> Result<Vec<ProcessId>> {
+        let why_not =
+            |leave: usize| self.why_not(self.processes() - leave.saturating_sub(replacements));
+        let most = (0..=leave.len())
+            .rev()
+            .find(|leave| why_not(*leave).is_none());
+        let stay = leave.split_off(most.unwrap_or(0));
+        let reason = why_not(leave.len() + 1).unwrap_or_default();
+
+        for leaver in &stay {
+            let stays = format!("{}; it stays, since {reason}", leaver.why);
+            let asks = leaver.cause == LeaveCause::Asks;
+            let is_teller = match leaver.cause {
+                LeaveCause::Wrong => {
+                    return Err(Error::Environment(format!(
+                        "{}; the job ends, since {reason}",
+                        leaver.why
+                    )));
+                }
+                LeaveCause::Slow => self.process() == ProcessId(0),
+                LeaveCause::Asks => self.process() == leaver.process,
+            };
+            if is_teller && kept.told_to_stay.insert((leaver.process, asks)) {
+                warn_user(&stays);
+            }
+        }
+        Ok(stay.into_iter().map(|leaver| leaver.process).collect())
     }
 
     /// Waits until the commit that was just issued is whole on every process, and ends the epoch.

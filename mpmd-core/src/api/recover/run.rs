@@ -656,4 +656,115 @@ mod tests {
             "{said}"
         );
     }
+
+    /// The layout of a program that does not go on with two processes.
+    fn not_two(size: usize) -> Result<usize, String> {
+        match size {
+            2 => Err("two do not fit".to_owned()),
+            size => Ok(size),
+        }
+    }
+
+    #[test]
+    fn process_stays_that_the_layout_needs() {
+        for (seed, spares) in (0..10).zip([0, 1].into_iter().cycle()) {
+            let mut job = Simulation::new(3, 3).seed(seed).shrink(not_two);
+            for _ in 0..spares {
+                job = job.spare_after(Duration::from_millis(1));
+            }
+            let epochs = Mutex::default();
+            let (ends, report) = job.run_recovering(1, |p, commits| {
+                if p.epoch() == 1 && p.process() == ProcessId(1) {
+                    commits.ask_to_leave();
+                }
+                count(p, commits, &epochs)
+            });
+
+            assert_eq!(report.left, [""; 0]);
+            assert!(ends.iter().all(Result::is_ok), "seed {seed}: {ends:?}");
+            let last_epoch = ends[0]
+                .as_ref()
+                .unwrap()
+                .as_ref()
+                .unwrap()
+                .1
+                .last()
+                .copied();
+            assert_eq!(last_epoch.map(|(size, _)| size), Some(3), "seed {seed}");
+            let has_left = ends[1].as_ref().unwrap().is_none();
+            assert_eq!(has_left, spares == 1, "seed {seed}: a spare has its place");
+        }
+    }
+
+    #[test]
+    fn two_leave_together_where_one_alone_may_not() {
+        let even = |size: usize| match size {
+            3 => Err("odd".to_owned()),
+            size => Ok(size),
+        };
+        let epochs = Mutex::default();
+        let job = Simulation::new(4, 4).seed(2).shrink(even);
+        let (ends, _) = job.run_recovering(1, |p, commits| {
+            if p.epoch() == 1 && p.process().0 % 2 == 1 {
+                commits.ask_to_leave();
+            }
+            count(p, commits, &epochs)
+        });
+        assert_eq!(sizes_of(&ends, STEPS), [4, 2]);
+    }
+
+    /// Commits a number in 60 steps and calls `before` ahead of each. Process 1 becomes slow in
+    /// step 30. Returns the number of processes at the end.
+    fn with_slow_process(
+        layout: fn(usize) -> Result<usize, String>,
+        before: impl Fn(&mut Program, u64) + Sync,
+    ) -> Vec<Result<Option<usize>>> {
+        let job = Simulation::new(3, 3).seed(4).shrink(layout);
+        let program = |p: &mut Program, commits: &Commits| {
+            commits.kept.lock().paces = Some(ProcessPaces::new(2.0));
+            let everywhere = p.mesh(&[("x", p.processes())])?.replicated();
+            let mut x = p.device_put(&MpmdArray::scalar(1.0f32), everywhere)?;
+            let mut nanos = 0;
+            for step in commits.restore(p, &mut x)?..60 {
+                let is_slow = step >= 30 && (p.epoch(), p.process()) == (1, ProcessId(1));
+                nanos += if is_slow { 30_000_000 } else { 3_000_000 };
+                p.runtime.kernel_nanos.store(nanos, Ordering::Relaxed);
+                before(p, step);
+                p.commit(step + 1, &x)?;
+            }
+            Ok(p.processes())
+        };
+
+        job.run_recovering(1, program).0
+    }
+
+    #[test]
+    fn slow_process_is_not_dropped_where_the_layout_needs_it() {
+        let ends = with_slow_process(not_two, |_, _| {});
+        let goes_on = |end: &Result<Option<usize>>| matches!(end, Ok(Some(3)));
+        assert!(ends.iter().all(goes_on), "{ends:?}");
+        let ends = with_slow_process(any, |_, _| {});
+        assert!(matches!(ends[1], Ok(None)), "{ends:?}");
+    }
+
+    #[test]
+    fn wrong_process_that_the_layout_needs_ends_the_job() {
+        let accuse = |p: &mut Program, step| {
+            if step == 5 {
+                p.accuse(ProcessId(1));
+            }
+        };
+        for end in with_slow_process(not_two, accuse) {
+            let said = end.expect_err("no process goes on").to_string();
+            assert!(said.starts_with("process 1 computes wrong bits"), "{said}");
+            let why = "does not go on with 2 processes: two do not fit";
+            assert!(said.ends_with(why), "{said}");
+        }
+
+        let ends = with_slow_process(any, accuse);
+        assert!(
+            matches!(ends[..], [Ok(Some(2)), Ok(None), Ok(Some(2))]),
+            "{ends:?}"
+        );
+    }
 }

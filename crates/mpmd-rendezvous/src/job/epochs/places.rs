@@ -392,6 +392,9 @@ impl Epochs {
             };
             actions.answer(link, ask, Ok(answer));
         }
+        if self.owner_starts || !self.spares.is_empty() {
+            self.tell_size(actions);
+        }
     }
 
     /// Returns an error if the program of a new member, its options or its files differ from those

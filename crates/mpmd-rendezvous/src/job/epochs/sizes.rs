@@ -20,6 +20,7 @@ impl Epochs {
     pub(in crate::job) fn owner_starts(&mut self, yes: bool, actions: &mut JobActions) {
         if std::mem::replace(&mut self.owner_starts, yes) != yes {
             self.place_spares(actions);
+            self.tell_size(actions);
         }
     }
 
@@ -27,6 +28,12 @@ impl Epochs {
     pub(crate) fn may_shrink(&self) -> bool {
         let smaller = |seat: &Seat| largest(seat, self.seats.len().saturating_sub(1)).is_some();
         self.seats.iter().flatten().next().is_some_and(smaller)
+    }
+
+    /// True if the epoch that gathers may have `size` processes instead of all its places.
+    pub(super) fn may_have(&self, size: usize) -> bool {
+        let mut here = self.seats.iter().flatten();
+        self.epoch > 1 && here.next().is_some_and(|first| allows(first, size))
     }
 
     /// True if the epoch that gathers can begin without its free places: no process is awaited for
@@ -81,13 +88,25 @@ impl Epochs {
             .max(now)
     }
 
-    /// Tells process 0 of a running epoch how many processes the next one could have.
+    /// Returns the number of processes that can replace those that leave the epoch. If the owner
+    /// may start processes, it counts as one: the server does not know how many.
+    fn replacements(&self) -> usize {
+        self.spares.len() + usize::from(self.owner_starts)
+    }
+
+    /// Tells process 0 of a running epoch how many processes the next one could have, and how many
+    /// can replace others.
     pub(super) fn tell_size(&self, actions: &mut JobActions) {
         if let (EpochPhase::Running, Some(Some(first))) = (&self.phase, self.seats.first())
             && first.ended.is_none()
         {
             let processes = self.could_have() as u32;
-            actions.say(first.link, ServerReply::CouldHave { processes });
+            let replacements = self.replacements() as u32;
+            let said = ServerReply::CouldHave {
+                processes,
+                replacements,
+            };
+            actions.say(first.link, said);
         }
     }
 }

@@ -862,7 +862,9 @@ fn told(table: &mut Table) -> Vec<(Link, u32)> {
         .actions()
         .into_iter()
         .filter_map(|action| match action {
-            JobAction::Say(link, ServerReply::CouldHave { processes }) => Some((link, processes)),
+            JobAction::Say(link, ServerReply::CouldHave { processes, .. }) => {
+                Some((link, processes))
+            }
             _ => None,
         });
     told.collect()

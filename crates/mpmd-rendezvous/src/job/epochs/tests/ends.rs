@@ -83,3 +83,24 @@ fn job_with_thousands_of_sizes_begins_and_grows() {
         [(20, 0, 2), (21, 1, 2), (22, 2, 2), (90, 3, 2)]
     );
 }
+
+#[test]
+fn busy_process_is_awaited_beside_a_free_place() {
+    for sizes in [[2, 3], [1, 3]] {
+        let mut table = Table::of_sizes(&sizes);
+        table.die(11);
+        table.leave(10, true);
+        table.join(2, 0);
+        table.pass(TIME_LIMIT, &[12, 20]);
+        if sizes == [1, 3] {
+            let answers = table.answers();
+            let is_missing = matches!(answers[..], [(20, Err(RendezvousError::Missing { .. }))]);
+            assert!(is_missing, "{answers:?}");
+            continue;
+        }
+        assert_eq!(busy(&mut table), [(20, vec![2])]);
+        table.leave(12, true);
+        table.join(2, 2);
+        assert_eq!(table.joined(), [(20, 0, 2), (22, 1, 2)]);
+    }
+}

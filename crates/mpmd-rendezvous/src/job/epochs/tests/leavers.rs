@@ -108,3 +108,28 @@ fn leavers_have_places_before_processes_without_copies() {
     let leavers = links.iter().filter(|link| [20, 21].contains(link)).count();
     assert_eq!(leavers, 2, "{links:?}");
 }
+
+#[test]
+fn process_0_hears_how_many_can_replace_others() {
+    let mut table = Table::of_sizes(&[3]);
+    let replacements = |table: &mut Table| -> Vec<(Link, u32)> {
+        let said = table.job.actions().into_iter();
+        let said = said.filter_map(|action| match action {
+            JobAction::Say(link, ServerReply::CouldHave { replacements, .. }) => {
+                Some((link, replacements))
+            }
+            _ => None,
+        });
+        said.collect()
+    };
+
+    table.join_as(90, 1, 3);
+    table.job.owner_starts(true);
+    table.job.owner_starts(false);
+    assert_eq!(replacements(&mut table), [(10, 1), (10, 2), (10, 1)]);
+    table.join_as(91, 1, 4);
+    table.die(12);
+    replacements(&mut table);
+    go_on(&mut table, 2, &[10, 11], &[]);
+    assert_eq!(replacements(&mut table), [(20, 1)], "one waits on");
+}

@@ -1,0 +1,179 @@
+//! Connections without a request: the oldest ends when a new one needs its place.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes, HttpBody};
+use axum::response::Response;
+use hyper::body::{Frame, SizeHint};
+use mpmd_base::block::Mutex;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::time::sleep;
+
+/// Time for the last bytes of a reply on a connection that gives up its place.
+pub(super) const LAST_BYTES: Duration = Duration::from_millis(200);
+
+/// The connections without a request.
+#[derive(Debug, Default)]
+pub(super) struct IdleConnections {
+    waiting: Mutex<IdleTickets>,
+    /// Wakes the listener when a connection has become idle.
+    became_idle: Notify,
+}
+
+#[derive(Debug, Default)]
+struct IdleTickets {
+    /// The number of times that a connection has become idle.
+    tickets: u64,
+    /// The connections by ticket, with the signal to end.
+    connections: BTreeMap<u64, Arc<Notify>>,
+}
+
+impl IdleConnections {
+    /// Waits for a permit for a connection that was accepted. Ends idle connections, one after the
+    /// other and the oldest first, until there is a permit. `None` if the semaphore is closed.
+    pub(super) async fn make_room(&self, permits: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
+        loop {
+            if let Ok(permit) = permits.clone().try_acquire_owned() {
+                return Some(permit);
+            }
+            let ends = self.end_oldest();
+            let next_try = async {
+                match ends {
+                    true => sleep(2 * LAST_BYTES).await,
+                    false => self.became_idle.notified().await,
+                }
+            };
+            tokio::select! {
+                permit = permits.clone().acquire_owned() => return permit.ok(),
+                () = next_try => {}
+            }
+        }
+    }
+
+    /// Tells the oldest idle connection to end. Returns false if there is none.
+    fn end_oldest(&self) -> bool {
+        let oldest = self.waiting.lock().connections.pop_first();
+        oldest.is_some_and(|(_, signal)| {
+            signal.notify_one();
+            true
+        })
+    }
+}
+
+/// The use of a connection.
+#[derive(Debug)]
+pub(super) struct ConnectionUse {
+    idle: Arc<IdleConnections>,
+    /// The signal to give up the place.
+    end: Arc<Notify>,
+    state: Mutex<ConnectionUseState>,
+}
+
+#[derive(Debug, Default)]
+struct ConnectionUseState {
+    /// The ticket of an idle connection. The listener may have taken it.
+    ticket: Option<u64>,
+    has_request: bool,
+}
+
+impl ConnectionUse {
+    /// Notes a new connection, which is idle.
+    pub(super) fn new(idle: Arc<IdleConnections>) -> Arc<Self> {
+        let new = Self {
+            idle,
+            end: Arc::default(),
+            state: Mutex::default(),
+        };
+        new.set_idle();
+        Arc::new(new)
+    }
+
+    /// Notes a request, until the returned guard is dropped.
+    pub(super) fn begin(self: &Arc<Self>) -> RequestGuard {
+        let mut state = self.state.lock();
+        state.has_request = true;
+        if let Some(ticket) = state.ticket.take() {
+            self.idle.waiting.lock().connections.remove(&ticket);
+        }
+        drop(state);
+        RequestGuard(self.clone())
+    }
+
+    pub(super) fn has_request(&self) -> bool {
+        self.state.lock().has_request
+    }
+
+    /// Waits until the connection should give up its place.
+    pub(super) async fn end(&self) {
+        self.end.notified().await;
+    }
+
+    fn set_idle(&self) {
+        let mut state = self.state.lock();
+        let mut waiting = self.idle.waiting.lock();
+        waiting.tickets += 1;
+        let ticket = waiting.tickets;
+        waiting.connections.insert(ticket, self.end.clone());
+        *state = ConnectionUseState {
+            ticket: Some(ticket),
+            has_request: false,
+        };
+        drop((waiting, state));
+        self.idle.became_idle.notify_one();
+    }
+}
+
+impl Drop for ConnectionUse {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.state.lock().ticket.take() {
+            self.idle.waiting.lock().connections.remove(&ticket);
+        }
+    }
+}
+
+/// A request on a connection. Dropped at the end of its reply.
+#[derive(Debug)]
+pub(super) struct RequestGuard(Arc<ConnectionUse>);
+
+impl RequestGuard {
+    /// Keeps this guard until the reply was taken or dropped.
+    pub(super) fn until_end_of(self, reply: Response) -> Response {
+        reply.map(|body| Body::new(GuardedBody { body, _guard: self }))
+    }
+}
+
+impl Drop for RequestGuard {
+    fn drop(&mut self) {
+        self.0.set_idle();
+    }
+}
+
+/// The body of a reply, with the guard of its request.
+struct GuardedBody {
+    body: Body,
+    _guard: RequestGuard,
+}
+
+impl HttpBody for GuardedBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
