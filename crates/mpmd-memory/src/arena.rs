@@ -1,5 +1,7 @@
 //! Arenas: the sources of a process's segments, which decide if other processes can map them.
 
+pub(crate) mod segment;
+
 use std::any::Any;
 use std::fmt;
 use std::io;
@@ -8,8 +10,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use mpmd_base::block::Mutex;
 
-use super::segment::{Segment, check_file_limit};
 use super::{DeviceAllocator, DeviceMemory};
+use segment::{Segment, check_file_limit};
 
 /// The smallest file size limit, in bytes, with which a process shares memory. With a lower limit
 /// most programs would not fit.

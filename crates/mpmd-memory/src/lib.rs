@@ -22,7 +22,6 @@ mod latch;
 mod map;
 mod parts;
 mod pool;
-mod segment;
 
 use std::any::Any;
 use std::fmt;
@@ -32,6 +31,8 @@ use std::sync::Arc;
 
 use mpmd_base::block::Mutex;
 
+pub use arena::segment::Segment;
+pub use arena::segment::{File, memory_file, take_pages};
 pub use arena::{Arena, Pin};
 pub use arena::{Leaving, Retired};
 pub use device::{DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Landing, MOST_WORDS};
@@ -40,8 +41,6 @@ pub use latch::Latch;
 pub use map::{map, unmap};
 pub use parts::DividedBuffer;
 pub use pool::{BufferSizes, OutOfMemory, Pool, PoolStats, Reservation};
-pub use segment::Segment;
-pub use segment::{File, memory_file, take_pages};
 
 use parts::BufferPart;
 use pool::PoolBlock;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use mpmd_base::block::{Mutex, MutexGuard, now};
 use mpmd_base::bytes_text;
 
-use super::segment::Segment;
+use super::arena::segment::Segment;
 use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition, SharedBuffer};
 
 /// Blocks up to this size in bytes share segments; larger ones have a segment each.

@@ -47,10 +47,11 @@ pub(crate) use moves::exchange::{
     CollectiveGroup, KernelExchange, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round, RoundFlow,
 };
 use moves::mailbox::Mailbox;
-pub(crate) use moves::put::{PutPlan, PutSource, PutWhat, SourceLayout};
+pub(crate) use moves::put::{PutPlan, PutSource, PutWhat};
 pub(crate) use moves::reach::follow;
 pub(crate) use moves::receive::Waiter;
 pub(crate) use moves::send::Outgoing;
+pub(crate) use moves::transfer::SourceLayout;
 /// The router's view of a replayed step.
 pub(crate) use mpmd_proto::router::{OpSpan, ValueHashes};
 pub(crate) use waits::async_buffer::{

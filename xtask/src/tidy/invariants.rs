@@ -1,4 +1,5 @@
-//! The invariants that the architecture names: each has a test, and code that says that it keeps it.
+//! The invariants that the architecture names: each has a test, and code that says that it keeps
+//! it.
 
 use std::collections::BTreeSet;
 

@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
+use mpmd_core::Result as CoreResult;
 use mpmd_core::cuda::CudaPart;
 use mpmd_core::cuda::layers::{self, CudaAttention, Heads};
 
@@ -150,8 +151,8 @@ impl DeviceAttention {
     fn with<R>(
         &self,
         on: &OnCuda<'_>,
-        f: impl FnOnce(CudaAttention<'static>) -> mpmd_core::Result<R>,
-    ) -> mpmd_core::Result<R> {
+        f: impl FnOnce(CudaAttention<'static>) -> CoreResult<R>,
+    ) -> CoreResult<R> {
         let AttentionShape {
             batch,
             heads,
@@ -195,7 +196,7 @@ impl DeviceAttention {
     fn run(
         &self,
         (shape, dtype): (&Shape, DType),
-        heads: impl FnOnce(&OnCuda<'_>, CudaPart<'static>) -> mpmd_core::Result<[Heads<'static>; 4]>,
+        heads: impl FnOnce(&OnCuda<'_>, CudaPart<'static>) -> CoreResult<[Heads<'static>; 4]>,
     ) -> Result<CudaStorage> {
         let AttentionShape {
             batch,

@@ -12,6 +12,7 @@ use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use futures::StreamExt as _;
+use mpmd_base::deadline::after;
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout, timeout_at};
@@ -312,7 +313,7 @@ async fn bytes(
     let mut parts = body.into_data_stream();
     let mut bytes = Vec::new();
     let mut held = Vec::new();
-    let mut until = Instant::now() + period;
+    let mut until = end_of(period);
     let mut due = LEAST_BYTES;
     loop {
         // Short bodies of all connections together leave memory for others.
@@ -335,11 +336,16 @@ async fn bytes(
         held.push(permit.map_err(full)?);
         bytes.extend_from_slice(&part);
         if bytes.len() >= due {
-            until = Instant::now() + period;
+            until = end_of(period);
             due = bytes.len() + LEAST_BYTES;
         }
     }
     Ok((bytes, held))
+}
+
+/// Returns the end of a period that begins now.
+fn end_of(period: Duration) -> Instant {
+    Instant::from_std(after(Instant::now().into_std(), period))
 }
 
 /// Returns the memory for bodies.

@@ -146,8 +146,8 @@ fn by_name(names: &MetricNames, figures: &[f64]) -> BTreeMap<String, f64> {
 #[derive(Debug)]
 pub(super) struct ReportArrays {
     values: MpmdArray,
-    /// `i64`s, `[processes, WORDS]`: for each process the words of its [`ProcessReport`]. `None` for
-    /// figures of an earlier epoch.
+    /// `i64`s, `[processes, WORDS]`: for each process the words of its [`ProcessReport`]. `None`
+    /// for figures of an earlier epoch.
     statuses: Option<MpmdArray>,
 }
 

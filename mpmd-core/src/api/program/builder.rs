@@ -13,6 +13,7 @@ use mpmd_rendezvous::Fact;
 use mpmd_transport::Transport;
 
 use super::facts::ProgramFacts;
+use super::job_size::JobSize;
 use super::membership::Membership;
 use super::version::JobChecks;
 use super::{Program, connect};
@@ -47,13 +48,6 @@ pub(crate) fn devices_of_size(layout: &LayoutFn, size: usize) -> Result<usize, S
         )),
         false => Ok(devices),
     }
-}
-
-/// A number of processes that an epoch of a job may have, and its number of devices.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct JobSize {
-    pub(crate) processes: u32,
-    pub(crate) devices: u32,
 }
 
 /// Settings of a [`Program`], with defaults that suit most.

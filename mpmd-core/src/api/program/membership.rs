@@ -13,7 +13,7 @@ use mpmd_rendezvous::{
 };
 use mpmd_transport::TransportError;
 
-use super::builder::JobSize;
+use super::job_size::JobSize;
 use super::neighbours::Neighbours;
 use crate::error::Error;
 use crate::exec::Runtime;

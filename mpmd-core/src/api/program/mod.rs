@@ -14,6 +14,7 @@ mod dry_run;
 mod epochs;
 mod facts;
 mod issue;
+mod job_size;
 mod locality;
 mod membership;
 mod metrics;

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use super::builder::JobSize;
+use super::job_size::JobSize;
 use super::transports::listed;
 use crate::exec::Rolling;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};

@@ -8,12 +8,18 @@ use mpmd_base::ProcessId;
 use mpmd_device::copy::contiguous_bytes;
 
 use crate::exec::Runtime;
-use crate::exec::moves::put::SourceLayout;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::reshard::{self, PieceDelivery};
-use mpmd_layout::sharding::Layout;
+use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::DeviceId;
+
+/// The sharding of a source array on devices, and its layout for the array's shape.
+#[derive(Clone, Copy)]
+pub(crate) struct SourceLayout<'a> {
+    pub(crate) sharding: &'a Sharding,
+    pub(crate) layout: &'a Layout,
+}
 
 /// A shard that this process will own.
 pub(crate) struct TargetShard {

@@ -77,7 +77,10 @@ fn recorded_events_are_read_back_with_texts() {
     assert_eq!(ended, 20_000);
     assert!(read.events.is_sorted_by_key(|event| event.at));
     let is_read = |text| read.text(text) == "a read";
-    let is_wait = |event: &TraceEvent| matches!(event.what, TraceEventKind::Waited { text, .. } if is_read(text));
+    let is_wait = |event: &TraceEvent| match event.what {
+        TraceEventKind::Waited { text, .. } => is_read(text),
+        _ => false,
+    };
     assert!(read.events.iter().any(is_wait));
     let since_begin = |event: &TraceEvent| {
         matches!(event.what, TraceEventKind::Waited { since: 0, text, .. }

@@ -14,7 +14,9 @@ use mpmd_base::ProcessId;
 use mpmd_device::accelerator::{Addition, DeviceError};
 use mpmd_device::copy::contiguous_bytes;
 
-use crate::exec::moves::transfer::{PieceOrigin, RegionTransfer, TargetShard, from_host, in_place};
+use crate::exec::moves::transfer::{
+    PieceOrigin, RegionTransfer, SourceLayout, TargetShard, from_host, in_place,
+};
 pub(crate) use alias::{OnlyPiece, ShardPlace};
 use start::PutStart;
 
@@ -60,13 +62,6 @@ struct DeviceSum {
     bytes: usize,
     /// The result of the compilation.
     ready: Result<(), DeviceError>,
-}
-
-/// The sharding of a source array on devices, and its layout for the array's shape.
-#[derive(Clone, Copy)]
-pub(crate) struct SourceLayout<'a> {
-    pub(crate) sharding: &'a Sharding,
-    pub(crate) layout: &'a Layout,
 }
 
 /// The memory kinds of both ends of a move.

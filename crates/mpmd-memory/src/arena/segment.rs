@@ -18,9 +18,9 @@ use rustix::process::{Resource, getrlimit};
 
 use mpmd_base::block::Mutex;
 
-use super::arena::ArenaInner;
-use super::map::{map, unmap};
-use super::{Arena, DeviceMemory};
+use super::{Arena, ArenaInner};
+use crate::DeviceMemory;
+use crate::map::{map, unmap};
 
 /// Segments of at least this size in bytes ask for pages of 2 MiB.
 const HUGE: usize = 2 << 20;
@@ -230,13 +230,13 @@ impl Segment {
     }
 
     /// Returns true if the segment's pages are pinned for devices.
-    pub(super) fn is_pinned(&self) -> bool {
+    pub(crate) fn is_pinned(&self) -> bool {
         self.pin.get().is_some()
     }
 
     /// Returns the address of the first byte, aligned to a page in host memory. For device memory
     /// it is the device's own address and must not be dereferenced.
-    pub(super) fn start(&self) -> NonNull<u8> {
+    pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }
 
