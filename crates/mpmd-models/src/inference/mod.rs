@@ -311,7 +311,8 @@ impl Inference {
     /// If there is no room for so many tokens or words. If a chunk has a place, a position, a block
     /// or a token that the model does not have, or two chunks fill one block. The error is the same
     /// on every process, and nothing was issued. If processes give different passes, their programs
-    /// have diverged. A chunk that does not follow its sequence's tokens is an [`Unchosen`] of that
+    /// have diverged. A chunk that does not follow its sequence's tokens is an
+    /// [`Unchosen`](crate::Unchosen) of that
     /// sequence.
     #[track_caller]
     pub fn pass(
