@@ -266,10 +266,8 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
             let before = p.operations();
             for handle in [&x, &other] {
                 let used_at = line!() + 1;
-                let error = p
-                    .device_put(handle, mesh.replicated())
-                    .unwrap_err()
-                    .to_string();
+                let used = p.device_put(handle, mesh.replicated());
+                let error = used.unwrap_err().to_string();
                 assert!(error.contains(&format!("routing.rs:{used_at}:")), "{error}");
                 assert!(
                     error.contains(&format!("routing.rs:{donated_at}:")),

@@ -85,7 +85,7 @@ const SIMULATED: &[&str] = &[
     "crates/mpmd-device/src",
     "crates/mpmd-proto/src",
     "mpmd-transport/src/inproc",
-    "mpmd-transport/src/rendezvous/job",
+    "crates/mpmd-rendezvous/src/job",
 ];
 
 /// Threads, locks, condition variables, channels and clocks.
@@ -620,10 +620,10 @@ mod tests {
             [1, 2, 3, 4, 6, 8, 9]
         );
         assert_eq!(
-            check("mpmd-transport/src/rendezvous/job.rs"),
+            check("crates/mpmd-rendezvous/src/job.rs"),
             [1, 2, 3, 4, 6, 8, 9]
         );
-        assert_eq!(check("mpmd-transport/src/rendezvous/server.rs"), NONE);
+        assert_eq!(check("crates/mpmd-rendezvous/src/server.rs"), NONE);
         assert_eq!(check("crates/mpmd-base/src/block.rs"), NONE);
         let good = "use mpmd_base::block::{Instant, Mutex};\nuse std::sync::{Arc, OnceLock};\n\
             use std::time::Duration;\nfn f() -> Instant { mpmd_base::block::now() }\n\

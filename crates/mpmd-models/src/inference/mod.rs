@@ -312,8 +312,7 @@ impl Inference {
     /// or a token that the model does not have, or two chunks fill one block. The error is the same
     /// on every process, and nothing was issued. If processes give different passes, their programs
     /// have diverged. A chunk that does not follow its sequence's tokens is an
-    /// [`Unchosen`](crate::Unchosen) of that
-    /// sequence.
+    /// [`Unchosen`](crate::Unchosen) of that sequence.
     #[track_caller]
     pub fn pass(
         &mut self,

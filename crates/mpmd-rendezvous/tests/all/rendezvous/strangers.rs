@@ -2,6 +2,9 @@
 
 use super::*;
 
+/// A version of the protocol that does not exist yet.
+const NEWER: u16 = VERSION + 1;
+
 #[test]
 fn a_wrong_token_and_another_version_are_told_apart() {
     let server = server(1, LONG);
@@ -21,7 +24,9 @@ fn a_wrong_token_and_another_version_are_told_apart() {
     let newer = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         stream.read_exact(&mut [0; 42]).unwrap();
-        stream.write_all(b"MPMDMEET\x01\0\x0c\0\0\0\0\0").unwrap();
+        let version = NEWER.to_le_bytes();
+        let refusal = [&b"MPMDMEET\x01\0"[..], &version, &[0; 4]].concat();
+        stream.write_all(&refusal).unwrap();
     });
     let error = Rendezvous::connect(other).unwrap_err();
     newer.join().unwrap();
@@ -29,7 +34,7 @@ fn a_wrong_token_and_another_version_are_told_apart() {
         matches!(
             error,
             RendezvousError::Version {
-                theirs: 12,
+                theirs: NEWER,
                 ours: VERSION,
                 ..
             }
