@@ -10,7 +10,7 @@ use clap::{Args as _, Command};
 use mpmd::candle::nn::BLOCK;
 use mpmd::job::{Elastic, JobArgs, JobPart, at_least, say};
 use mpmd::topology::Mesh;
-use mpmd::train::stop::wait_for_process_0;
+use mpmd::train::stop::leave_signals_to_process_0;
 use mpmd::weights::Subscribing;
 use mpmd::{DeviceId, Error, ProcessId, Program};
 use mpmd_base::{bytes_text, parse_bytes};
@@ -286,7 +286,7 @@ impl<'a> JobServer<'a> {
                 if self.options.elastic {
                     // A spare that waits stays, too: open requests may need it while process 0
                     // drains.
-                    wait_for_process_0()?;
+                    leave_signals_to_process_0()?;
                 }
                 Ok(None)
             }
@@ -313,13 +313,14 @@ impl<'a> JobServer<'a> {
         Ok(ServerEnds { front, engine })
     }
 
-    /// Serves in an epoch of the job.
+    /// Serves in an epoch of the job: process 0 answers clients, the others issue the same passes.
+    /// Fails if process 0 is not the process that has the front.
     fn run(&self, p: &mut Program, own: &Mutex<Option<ServerEnds>>) -> anyhow::Result<()> {
         // A launcher passes the signal on to all processes. The front of process 0 drains; the
         // others stay until it has.
         let is_first = p.process() == ProcessId(0);
         if !is_first {
-            wait_for_process_0()?;
+            leave_signals_to_process_0()?;
         }
         if is_first && !p.is_dry_run() {
             // Locked on process 0 alone, which keeps it while it serves: the others may be threads.

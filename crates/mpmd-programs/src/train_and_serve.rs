@@ -18,7 +18,7 @@ use mpmd::launch::Token;
 use mpmd::pipeline::Schedule;
 use mpmd::topology::Mesh;
 use mpmd::train::data::{Data as _, MicrobatchPlace, TextBytes, Windows};
-use mpmd::train::stop::wait_for_process_0;
+use mpmd::train::stop::leave_signals_to_process_0;
 use mpmd::train::{AdamW, Rate, StepHandle, Trainer};
 use mpmd::weights::{Publication, Subscribing};
 use mpmd::{Error, MpmdArray, ProcessId, Program};
@@ -185,7 +185,7 @@ fn program(
     let is_first = p.process() == ProcessId(0);
     if !is_first {
         // A signal comes to all processes. Process 0 drains the server; the others wait for that.
-        wait_for_process_0()?;
+        leave_signals_to_process_0()?;
     }
     let sizes = parts.sizes;
     let room = Room {

@@ -8,13 +8,11 @@ use serde::de::DeserializeOwned;
 /// process must call it. Blocks until each process has called it. In a dry run there is no error.
 pub(crate) fn agree(p: &mut Program, own: Result<()>) -> Result<()> {
     let own = own.err().map(|error| error.to_string());
-    for process in (0..p.processes() as u32).map(ProcessId) {
-        let error: Option<String> = p.broadcast_value(process, None, || Ok(own.clone()))?;
-        if let Some(error) = error {
-            return Err(Error::Environment(error));
-        }
+    let errors = p.gather_value(None, || Ok(own))?;
+    match errors.into_iter().flatten().next() {
+        Some(error) => Err(Error::Environment(error)),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Runs `f` on process 0, and returns its value or its error on every process. Every process must

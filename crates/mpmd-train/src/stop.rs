@@ -92,7 +92,7 @@ impl StopFlag {
 /// # Errors
 ///
 /// If the system rejects the handlers.
-pub fn wait_for_process_0() -> std::io::Result<()> {
+pub fn leave_signals_to_process_0() -> std::io::Result<()> {
     for signal in [SIGINT, SIGTERM, SIGUSR1] {
         register_usize(signal, Arc::default(), 0)?;
     }

@@ -67,9 +67,9 @@ struct OpenLoan {
     ticket: Ticket,
     is_copied: bool,
     /// Number of messages with parts of the memory that were taken from the borrower.
-    taken: u64,
+    messages_taken: u64,
     /// Once the borrower has returned the loan: the number of such messages that it has posted.
-    posted: Option<u64>,
+    messages_at_return: Option<u64>,
 }
 
 /// A loan that has ended. The caller drops it while it holds no lock: its memory may go back to a
@@ -234,7 +234,7 @@ impl LoanLedger {
                 let Some(open) = account.open.get_mut(&loan) else {
                     return false;
                 };
-                open.posted.get_or_insert(to_owner);
+                open.messages_at_return.get_or_insert(to_owner);
                 ended.extend(account.end_if_over(loan));
             }
             ReturnNote::PassedOn {
@@ -294,13 +294,15 @@ impl LoanLedger {
         };
 
         let part = open.buffer.part_at(offset, bytes);
-        open.taken += 1;
+        open.messages_taken += 1;
         ended.extend(account.end_if_over(loan));
         TakenPart { part, ended }
     }
 
-    /// Notes that no more messages of a borrower are taken.
-    pub(super) fn note_end(&mut self, borrower: ProcessId) -> BorrowerEnd {
+    /// Notes that no more messages of a borrower are taken. Ends the loans that it has returned,
+    /// which only waited for such messages. Returns the tickets of all others, which the caller
+    /// fails; their memory stays lent.
+    pub(super) fn close_account(&mut self, borrower: ProcessId) -> BorrowerEnd {
         let Some(account) = self.account(borrower) else {
             return BorrowerEnd::default();
         };
@@ -309,7 +311,7 @@ impl LoanLedger {
         let returned: Vec<LoanId> = account
             .open
             .iter()
-            .filter(|(_, open)| open.posted.is_some())
+            .filter(|(_, open)| open.messages_at_return.is_some())
             .map(|(loan, _)| *loan)
             .collect();
         let ended = returned
@@ -473,8 +475,8 @@ impl Account {
                 buffer,
                 ticket,
                 is_copied,
-                taken: 0,
-                posted: None,
+                messages_taken: 0,
+                messages_at_return: None,
             },
         );
     }
@@ -497,8 +499,8 @@ impl Account {
         let open = self.open.get(&loan)?;
         // invariant: lent-is-not-reused
         let is_over = open
-            .posted
-            .is_some_and(|posted| self.has_ended || open.taken >= posted);
+            .messages_at_return
+            .is_some_and(|posted| self.has_ended || open.messages_taken >= posted);
         if is_over { self.end(loan) } else { None }
     }
 }

@@ -232,7 +232,7 @@ impl ShmState {
 
         // Loans that it returned before its end have ended well.
         self.reclaim();
-        let BorrowerEnd { ended, tickets } = self.ledger.lock().note_end(from);
+        let BorrowerEnd { ended, tickets } = self.ledger.lock().close_account(from);
         self.note_ended(ended);
         self.note_done(
             tickets

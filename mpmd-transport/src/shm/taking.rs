@@ -113,7 +113,7 @@ impl ShmState {
                 }
             }
             ReceivedRecord::Broken(header, why) => {
-                handler.arrived(from, header, UnreadablePayload::payload(from, &header, why));
+                handler.arrived(from, header, UnreadablePayload::failing(from, &header, why));
             }
 
             ReceivedRecord::Retired(numbers) => inbound.retire(&numbers, peer),
@@ -208,7 +208,7 @@ impl ShmState {
                     number: loan,
                 };
                 returns.give_back(loan, 0, is_copied);
-                return Ok(UnreadablePayload::payload(from, header, why));
+                return Ok(UnreadablePayload::failing(from, header, why));
             }
         };
 
@@ -309,8 +309,8 @@ struct UnreadablePayload {
 }
 
 impl UnreadablePayload {
-    /// Returns the unreadable payload of a message from `from`, with the reason `why`.
-    fn payload(from: ProcessId, header: &Header, why: String) -> Payload {
+    /// Returns a payload of a message from `from` whose read fails with `why`.
+    fn failing(from: ProcessId, header: &Header, why: String) -> Payload {
         let doing = format!("taking memory of a device of process {from}");
         let why = TransportError::Environment { doing, why };
         Payload::Waiting(Box::new(Self {

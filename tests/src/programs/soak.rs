@@ -23,8 +23,8 @@ const BYTES: usize = 1 << 20;
 const LARGE_BYTES: usize = 8 << 20;
 const RARE: usize = 200;
 
-/// Number of offsets in the pattern at which the contents of an array can begin.
-const PLACES: usize = 1 << 16;
+/// The contents of each array are a slice of the random pattern that begins below this offset.
+const OFFSETS: usize = 1 << 16;
 
 /// Most handles and futures that are kept for later.
 const KEPT: usize = 24;
@@ -56,7 +56,7 @@ pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     let begin = Instant::now();
     let mut soak = Soak {
         random: Rng::with_seed(seed as u64),
-        pattern: Arc::new(random::bytes(8, LARGE_BYTES + PLACES)),
+        pattern: Arc::new(random::bytes(8, LARGE_BYTES + OFFSETS)),
         kept: Vec::new(),
         looked_at: Arc::default(),
         awaited: 0,
@@ -150,7 +150,7 @@ impl Soak {
         let from = self.random.usize(..processes);
         let to = (from + 1 + self.random.usize(..processes - 1)) % processes;
         let bytes = self.size();
-        let place = self.random.usize(..PLACES);
+        let place = self.random.usize(..OFFSETS);
         let pattern = self.pattern.clone();
         let fill = move |_: &Region, mut view: ViewMut<'_>| -> Result<()> {
             view.as_mut_slice::<u8>()?

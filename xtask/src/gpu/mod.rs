@@ -31,8 +31,8 @@ use turn::{StagePlace, StageTurn};
 /// Exit status if there is no driver to run on.
 const NO_DRIVER: u8 = 2;
 
-/// Files of which every machine with a driver has one.
-const DRIVER: [&str; 3] = ["/dev/nvidiactl", "/dev/dxg", "/dev/nvmap"];
+/// Device files of NVIDIA's drivers: a machine with a driver has at least one of them.
+const DRIVER_FILES: [&str; 3] = ["/dev/nvidiactl", "/dev/dxg", "/dev/nvmap"];
 
 /// A stage that has less time than this is not started.
 const WORTH_A_START: Duration = Duration::from_secs(5);
@@ -144,12 +144,12 @@ pub(crate) fn gpu(
         }
         GpuCommand::Prebuilt(folder) => staged(&Kit::read(folder)?, options, stop),
         GpuCommand::Here
-            if !options.software && DRIVER.iter().all(|file| !Path::new(file).exists()) =>
+            if !options.software && DRIVER_FILES.iter().all(|file| !Path::new(file).exists()) =>
         {
             eprintln!(
                 "no CUDA driver found: there is none of {}; nothing was built or run. `cargo xtask \
                  gpu --software` tries the command itself, `--pack` is for another machine",
-                DRIVER.join(", ")
+                DRIVER_FILES.join(", ")
             );
             Ok(ExitCode::from(NO_DRIVER))
         }

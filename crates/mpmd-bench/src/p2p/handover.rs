@@ -401,9 +401,8 @@ fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
         .as_ref()
         .map_or(Ok(Vec::new()), Exchange::words)
         .unwrap_or_default();
-    let first = p.broadcast_value(FIRST, Vec::new(), || Ok(words.clone()))?;
-    let second = p.broadcast_value(SECOND, Vec::new(), || Ok(words))?;
-    let other = if p.process() == FIRST { second } else { first };
+    let mut words_of_both = p.gather_value(Vec::new(), || Ok(words))?;
+    let other = words_of_both.swap_remove(1 - p.process().index());
 
     let opened = exchange
         .as_mut()
@@ -414,9 +413,8 @@ fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
     }
 
     let works = exchange.is_ok() && opened.is_ok();
-    let first = p.broadcast_value(FIRST, false, || Ok(works))?;
-    let second = p.broadcast_value(SECOND, false, || Ok(works))?;
-    Ok(exchange.ok().filter(|_| first && second))
+    let works_on = p.gather_value(false, || Ok(works))?;
+    Ok(exchange.ok().filter(|_| !works_on.contains(&false)))
 }
 
 /// Synchronises both processes: returns on the first one once the second is about to issue its next

@@ -81,8 +81,9 @@ impl BareWake {
     /// Returns the times of all wake-ups, on both processes. Both must call this.
     pub(super) fn times(self, p: &mut Program) -> Result<Vec<Duration>> {
         let moments = self.moments;
-        let given = p.broadcast_value(FIRST, Vec::new(), || Ok(moments.clone()))?;
-        let had = p.broadcast_value(SECOND, Vec::new(), || Ok(moments))?;
+        let moments = p.gather_value(Vec::new(), || Ok(moments))?;
+        let given = &moments[FIRST.index()];
+        let had = &moments[SECOND.index()];
         let times = given
             .iter()
             .zip(had)

@@ -41,16 +41,19 @@ pub(crate) struct PlanArgs {
 /// The planners. Each reads one case as JSON, or a list of cases, and gives one answer per case.
 #[derive(Debug, Subcommand)]
 enum PlanCommand {
-    /// The region of an array that each device holds: {sharding, shape}
+    /// Prints the region of an array that each device holds. Fields of a case: {sharding, shape}
     Layout(CaseInput),
-    /// The sharding between a source and a smaller target: {src, dst}, for one array with the other
-    /// fields of reshard
+    /// Prints the sharding between a source and a smaller target. Fields: {src, dst}; for one array
+    /// also those of reshard
     Intermediate(CaseInput),
-    /// Front-loaded chunks of a dimension, by rank: {shape, dim, placements, names?}
+    /// Prints the front-loaded chunks of a dimension, by rank. Fields: {shape, dim, placements,
+    /// names?}
     Chunk(CaseInput),
-    /// The specs that a strategy gives to the leaves of a tree: {mesh, params, strategy}
+    /// Prints the specs that a strategy gives to the leaves of a tree. Fields: {mesh, params,
+    /// strategy}
     Rules(CaseInput),
-    /// The pieces that move between two shardings: {shape, dtype, src, dst, process_of?, host_of?}
+    /// Prints the pieces that move between two shardings. Fields: {shape, dtype, src, dst,
+    /// process_of?, host_of?}
     Reshard(CaseInput),
 }
 

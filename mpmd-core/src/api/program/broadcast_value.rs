@@ -54,7 +54,17 @@ impl Program {
         in_dry_run: T,
         f: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let at = Location::caller();
+        self.broadcast_value_at(from, in_dry_run, f, Location::caller())
+    }
+
+    /// Broadcasts a value for the call at `at`.
+    fn broadcast_value_at<T: Serialize + DeserializeOwned>(
+        &mut self,
+        from: ProcessId,
+        in_dry_run: T,
+        f: impl FnOnce() -> Result<T>,
+        at: &'static Location<'static>,
+    ) -> Result<T> {
         self.refuse_in_capture(at, "broadcast_value")?;
         if from.index() >= self.processes() {
             let problem = format!("there is no process {from} among {}", self.processes());
@@ -93,6 +103,40 @@ impl Program {
             return self.broadcast_own(op, at, f);
         }
         self.receive_value(from, op, at)
+    }
+
+    /// Computes a value with `f` on each process, and returns all of them on every process, by the
+    /// processes' numbers.
+    ///
+    /// Use it if a decision depends on a fact of each process, such as free memory or a result of
+    /// its own files. It issues one [`broadcast_value`](Self::broadcast_value) for each process in
+    /// turn, so it takes as many messages one after the other as the job has processes. In a [dry
+    /// run](Program::is_dry_run) each value is `in_dry_run`, and `f` does not run.
+    ///
+    /// # Errors
+    ///
+    /// As for [`broadcast_value`](Self::broadcast_value). If `f` fails or panics on several
+    /// processes, the error is that of the lowest one, on every process.
+    #[track_caller]
+    pub fn gather_value<T: Clone + Serialize + DeserializeOwned>(
+        &mut self,
+        in_dry_run: T,
+        f: impl FnOnce() -> Result<T>,
+    ) -> Result<Vec<T>> {
+        let at = Location::caller();
+        let mut own = Some(f);
+        let mut values = Vec::with_capacity(self.processes());
+        let mut first_error = None;
+
+        // All issue every operation, also after a failed one: operations stay alike.
+        for from in (0..self.processes() as u32).map(ProcessId) {
+            let run = || own.take().map_or_else(|| Ok(in_dry_run.clone()), |f| f());
+            match self.broadcast_value_at(from, in_dry_run.clone(), run, at) {
+                Ok(value) => values.push(value),
+                Err(error) => first_error = first_error.or(Some(error)),
+            }
+        }
+        first_error.map_or(Ok(values), Err)
     }
 
     /// Computes the value of operation `op` with `f`, and sends it to all other processes. If that

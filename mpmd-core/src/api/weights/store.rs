@@ -115,8 +115,9 @@ impl Store {
         }
     }
 
-    /// Makes the bits of a version from values of own shards, which `next` returns in order. Called
-    /// by one thread at a time.
+    /// Stores a version: copies and casts the values of own shards, which `next` returns in order.
+    /// Where changes are tracked, also compares them with the last version. Called by one thread at
+    /// a time.
     ///
     /// # Errors
     ///

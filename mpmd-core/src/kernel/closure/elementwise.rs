@@ -54,7 +54,8 @@ where
     HostKernel::closure("elementwise", Location::caller(), size_of::<F>() != 0, work)
 }
 
-/// The function of an [`elementwise`] kernel, with the type of a function with its arguments.
+/// The work of an [`elementwise`] kernel: a closure `F`. The function type `A` fixes the types of
+/// its arguments.
 pub struct Elementwise<F, A> {
     f: F,
     arguments: PhantomData<fn() -> A>,

@@ -14,8 +14,8 @@ pub struct CudaPart<'a> {
     dtype: DType,
     /// The number of elements left out at the start.
     skipped: usize,
-    /// The number of elements of the whole view or scratch.
-    elements: usize,
+    /// The end of the part, in elements from the start of the view or scratch.
+    end: usize,
     writable: bool,
 }
 
@@ -43,10 +43,10 @@ impl<'a> CudaPart<'a> {
     /// Returns the first `elements` values, or all if there are fewer.
     #[must_use]
     pub fn first(self, elements: usize) -> Self {
-        let end = self.skipped.saturating_add(elements).min(self.elements);
+        let end = self.skipped.saturating_add(elements).min(self.end);
         // A part that begins beyond the end stays an error.
         Self {
-            elements: end.max(self.skipped.min(self.elements)),
+            end: end.max(self.skipped.min(self.end)),
             ..self
         }
     }
@@ -61,7 +61,7 @@ impl<'a> CudaPart<'a> {
             memory,
             dtype,
             skipped: 0,
-            elements,
+            end: elements,
             writable,
         }
     }
@@ -90,7 +90,7 @@ impl<'a> CudaPart<'a> {
 
     /// Returns the number of elements. `None` if the part begins beyond the end.
     pub(super) fn elements(&self) -> Option<usize> {
-        self.elements.checked_sub(self.skipped)
+        self.end.checked_sub(self.skipped)
     }
 
     pub(super) fn is_writable(&self) -> bool {
@@ -124,7 +124,7 @@ impl<'a> From<&View<'a>> for CudaPart<'a> {
             memory,
             dtype: view.global().dtype(),
             skipped: 0,
-            elements,
+            end: elements,
             writable: false,
         }
     }
@@ -141,7 +141,7 @@ impl<'a> From<&'a ViewMut<'_>> for CudaPart<'a> {
             memory,
             dtype: view.global().dtype(),
             skipped: 0,
-            elements,
+            end: elements,
             writable: false,
         }
     }

@@ -278,12 +278,12 @@ fn loan_waits_for_messages_with_its_memory_to_its_owner() {
         borrowed(&there).count_to_owner();
         let loan = scene.lend_with(1, &own, Ticket(9));
         if ends_first {
-            assert_eq!(scene.ledger.note_end(ProcessId(1)).tickets.len(), 2);
+            assert_eq!(scene.ledger.close_account(ProcessId(1)).tickets.len(), 2);
         }
         drop(there);
         let over = scene.collect().len();
         if !ends_first {
-            let BorrowerEnd { ended, tickets } = scene.ledger.note_end(ProcessId(1));
+            let BorrowerEnd { ended, tickets } = scene.ledger.close_account(ProcessId(1));
             assert_eq!((ended[0].ticket, tickets), (Ticket(8), vec![Ticket(9)]));
         }
         assert_eq!((over, scene.ledger.open()), (usize::from(ends_first), 1));
@@ -589,7 +589,7 @@ fn fuzz_shm_returns() {
                         .take_part(borrower, loan, first, rng.u64(..100))
                         .ended
                 }
-                7 if rng.u8(..8) == 0 => ledger.note_end(borrower).ended,
+                7 if rng.u8(..8) == 0 => ledger.close_account(borrower).ended,
                 _ => ledger.collect(),
             };
             for EndedLoan { buffer, ticket } in ended {
