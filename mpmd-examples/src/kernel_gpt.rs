@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use mpmd::aval::DType;
 use mpmd::cuda::layers::{
     self, ActivationCurve, CudaAttention, CudaCrossEntropy, CudaEmbedding, CudaNorm, Heads,
-    activate, activate_backward, add_bias, add_to, sum_rows,
+    MatrixShape, activate, activate_backward, add_bias, add_to, sum_rows,
 };
 use mpmd::cuda::{CUBLAS, Cuda, CudaPart, Gemm, Math, Scratch, Source};
 use mpmd::kernel::{Views, ViewsMut};
@@ -221,12 +221,26 @@ impl<Out> KernelStage<Out> {
             work.norm(rows, [of("norm1.weight")?, of("norm1.bias")?], norm1, pairs)?;
             work.times(norm1, of("qkv.weight")?, qkv, [3 * width, width])?;
             let bias = Some(of("qkv.bias")?);
-            add_bias(cuda, (work.rows, 3 * width), qkv, bias, None, qkv)?;
+            add_bias(
+                cuda,
+                MatrixShape::new(work.rows, 3 * width),
+                qkv,
+                bias,
+                None,
+                qkv,
+            )?;
             work.attention
                 .forward(cuda, work.heads(qkv), work.joined(context), of_heads)?;
             work.times(context, of("out.weight")?, middle, [width, width])?;
             let bias = Some(of("out.bias")?);
-            add_bias(cuda, (work.rows, width), middle, bias, Some(rows), middle)?;
+            add_bias(
+                cuda,
+                MatrixShape::new(work.rows, width),
+                middle,
+                bias,
+                Some(rows),
+                middle,
+            )?;
 
             work.norm(
                 middle,
@@ -239,14 +253,21 @@ impl<Out> KernelStage<Out> {
             activate(
                 cuda,
                 ActivationCurve::Gelu,
-                (work.rows, 4 * width),
+                MatrixShape::new(work.rows, 4 * width),
                 up,
                 bias,
                 hidden,
             )?;
             work.times(hidden, of("down.weight")?, after, [width, 4 * width])?;
             let bias = Some(of("down.bias")?);
-            add_bias(cuda, (work.rows, width), after, bias, Some(middle), after)?;
+            add_bias(
+                cuda,
+                MatrixShape::new(work.rows, width),
+                after,
+                bias,
+                Some(middle),
+                after,
+            )?;
             rows = after;
         }
         Ok(rows)
@@ -296,33 +317,53 @@ impl<Out> KernelStage<Out> {
                 sum.copied().ok_or_else(|| missing(name))
             };
 
-            sum_rows(cuda, (rows, width), d, add_to(sum("down.bias")?))?;
+            sum_rows(
+                cuda,
+                MatrixShape::new(rows, width),
+                d,
+                add_to(sum("down.bias")?),
+            )?;
             work.times_turned(d, hidden, sum("down.weight")?, [width, 4 * width])?;
             work.times_back(d, of("down.weight")?, wide, [width, 4 * width])?;
             let bias = Some(of("up.bias")?);
             activate_backward(
                 cuda,
                 ActivationCurve::Gelu,
-                (rows, 4 * width),
+                MatrixShape::new(rows, 4 * width),
                 up,
                 bias,
                 wide,
                 wide,
             )?;
-            sum_rows(cuda, (rows, 4 * width), wide, add_to(sum("up.bias")?))?;
+            sum_rows(
+                cuda,
+                MatrixShape::new(rows, 4 * width),
+                wide,
+                add_to(sum("up.bias")?),
+            )?;
             work.times_turned(wide, norm2, sum("up.weight")?, [4 * width, width])?;
             work.times_back(wide, of("up.weight")?, narrow, [4 * width, width])?;
             let weights = [sum("norm2.weight")?, sum("norm2.bias")?];
             work.norm_backward(middle, pairs2, of("norm2.weight")?, narrow, weights, d)?;
 
-            sum_rows(cuda, (rows, width), d, add_to(sum("out.bias")?))?;
+            sum_rows(
+                cuda,
+                MatrixShape::new(rows, width),
+                d,
+                add_to(sum("out.bias")?),
+            )?;
             work.times_turned(d, context, sum("out.weight")?, [width, width])?;
             work.times_back(d, of("out.weight")?, narrow, [width, width])?;
             let results = [work.joined(context), work.joined(narrow)];
             let gradients = work.heads(wide);
             work.attention
                 .backward(cuda, work.heads(qkv), results, of_heads, gradients)?;
-            sum_rows(cuda, (rows, 3 * width), wide, add_to(sum("qkv.bias")?))?;
+            sum_rows(
+                cuda,
+                MatrixShape::new(rows, 3 * width),
+                wide,
+                add_to(sum("qkv.bias")?),
+            )?;
             work.times_turned(wide, norm1, sum("qkv.weight")?, [3 * width, width])?;
             work.times_back(wide, of("qkv.weight")?, narrow, [3 * width, width])?;
             let weights = [sum("norm1.weight")?, sum("norm1.bias")?];
@@ -334,7 +375,7 @@ impl<Out> KernelStage<Out> {
             let tokens = kept.first().copied().ok_or_else(too_few)?;
             work.embedding()
                 .backward(cuda, tokens, d, add_to(sum("embed.bytes")?))?;
-            let each = (rows / work.time, work.time * width);
+            let each = MatrixShape::new(rows / work.time, work.time * width);
             sum_rows(cuda, each, d, add_to(sum("embed.positions")?))?;
         }
         Ok(())
@@ -425,7 +466,7 @@ impl<'a> KernelWork<'a> {
         y: CudaPart<'_>,
         pairs: CudaPart<'_>,
     ) -> Result<()> {
-        self.norm.forward(&self.cuda, x, (w, Some(bias)), y, pairs)
+        self.norm.forward(&self.cuda, x, w, Some(bias), y, pairs)
     }
 
     /// Adds the gradients of a norm's weights, and that of its input to `d_x`.
@@ -665,11 +706,11 @@ impl Stage for LastStage {
         };
 
         // A number of the host needs no copy to the device.
-        let d_loss = match dy.sum.scalar::<f32>() {
+        let (scale, d_loss) = match dy.sum.scalar::<f32>() {
             Ok(number) => (number, None),
             Err(_) => (1.0, Some(CudaPart::from(&dy.sum))),
         };
-        loss.backward(cuda, logits, normalizers, d_loss, &d_logits)?;
+        loss.backward(cuda, logits, normalizers, scale, d_loss, &d_logits)?;
 
         let d_logits = CudaPart::from(&d_logits);
         work.times_turned(d_logits, norm, sum("head.weight")?, [BYTES, width])?;

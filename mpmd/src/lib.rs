@@ -348,11 +348,12 @@ pub mod weights {
     //!
     //! A [`Publisher`] has the settings of a [`Publication`]; a [`Subscription`] those of
     //! [`Subscribing`], and of each [`WantedLeaf`], which may be a view of [`LeafPart`]s. An
-    //! [`Intake`] takes what was [`Received`] on each process.
+    //! [`Intake`] takes what was [`Received`] on each process. A process cannot read regions that
+    //! are on another one: [`NotReceived`].
 
     pub use mpmd_core::weights::{
-        Intake, LeafPart, Publication, Publisher, PublisherMetrics, Received, Subscribing,
-        Subscription, SubscriptionState, WantedLeaf,
+        Intake, LeafPart, NotReceived, Publication, Publisher, PublisherMetrics, Received,
+        Subscribing, Subscription, SubscriptionState, WantedLeaf,
     };
 }
 

@@ -20,6 +20,16 @@ use mpmd_record::trace::Label;
 /// The maximum number of steps that a dry run takes, if the user does not set one.
 pub(crate) const MOST_STEPS: u64 = 16;
 
+/// An operation that is issued in a dry run.
+#[derive(Clone, Copy)]
+pub(crate) struct OperationNote {
+    pub(crate) label: Option<Label>,
+    /// The line of the program that issues the operation.
+    pub(crate) at: &'static Location<'static>,
+    /// The rolling hash of the operations up to this one.
+    pub(crate) hash: u64,
+}
+
 /// Builds a dry run while its program runs. Handles may be dropped on any thread.
 pub(crate) struct DryRunBuilder {
     state: Mutex<DryRunState>,
@@ -76,12 +86,11 @@ impl DryRunBuilder {
         self.process
     }
 
-    /// Notes the next operation. The tuple is (label, line, rolling hash up to the operation).
-    /// `takes` gives each input, and true if it is donated. `known` caches the index of the
-    /// descriptor, so that `descriptor` runs once.
+    /// Notes the next operation. `takes` gives each input, and true if it is donated. `known` caches
+    /// the index of the descriptor, so that `descriptor` runs once.
     pub(crate) fn operation<'a>(
         &self,
-        (label, at, hash): (Option<Label>, &'static Location<'static>, u64),
+        note: OperationNote,
         takes: impl IntoIterator<Item = (&'a MpmdArray, bool)>,
         known: Option<&KnownDescriptor>,
         descriptor: impl FnOnce() -> OpDescriptor,
@@ -91,13 +100,10 @@ impl DryRunBuilder {
                 array: None,
                 donated: false,
             },
-            Repr::Placed(placed) => {
-                let (operation, result) = placed.origin();
-                TakenArray {
-                    array: Some(Array { operation, result }),
-                    donated,
-                }
-            }
+            Repr::Placed(placed) => TakenArray {
+                array: Some(placed.dry_run_array()),
+                donated,
+            },
         });
         let takes: Vec<TakenArray> = takes.collect();
 
@@ -110,40 +116,31 @@ impl DryRunBuilder {
             known.0.get_or_init(|| descriptor);
         }
 
-        let line = state.line(at);
+        let line = state.line(note.at);
         state.dry_run.operations.push(IssuedOperation {
             descriptor,
             line,
-            label,
+            label: note.label,
             takes,
         });
-        state.dry_run.hashes.push(hash);
+        state.dry_run.hashes.push(note.hash);
     }
 
-    /// Notes that the last handle was dropped of the array that is result `result` of
-    /// `operation`.
-    pub(crate) fn dropped(&self, (operation, result): (u64, u32)) {
+    /// Notes that the last handle of an array was dropped.
+    pub(crate) fn dropped(&self, array: Array) {
         let mut state = self.state.lock();
         let after = state.dry_run.operations.len() as u64;
-        state.dry_run.drops.push(Dropped {
-            array: Array { operation, result },
-            after,
-        });
+        state.dry_run.drops.push(Dropped { array, after });
     }
 
     /// Notes that the program waits for an array at line `at`. `values` is true if it reads the
     /// values.
-    pub(crate) fn read(
-        &self,
-        (operation, result): (u64, u32),
-        values: bool,
-        at: &'static Location<'static>,
-    ) {
+    pub(crate) fn read(&self, array: Array, values: bool, at: &'static Location<'static>) {
         let mut state = self.state.lock();
         let after = state.dry_run.operations.len() as u64;
         let line = state.line(at);
         state.dry_run.reads.push(Read {
-            array: Array { operation, result },
+            array,
             after,
             line,
             values,

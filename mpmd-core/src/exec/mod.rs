@@ -46,7 +46,7 @@ use moves::chunks::ChunkQueue;
 pub(crate) use moves::exchange::{
     CollectiveGroup, KernelExchange, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round, RoundFlow,
 };
-use moves::mailbox::Mailbox;
+use moves::mailbox::{Key as PieceKey, Mailbox};
 pub(crate) use moves::put::{PutPlan, PutSource, PutWhat};
 pub(crate) use moves::reach::follow;
 pub(crate) use moves::receive::Waiter;
@@ -253,10 +253,10 @@ impl Runtime {
         }
     }
 
-    /// Records a step in the transfer of a piece for the trace. The tuple is (operation, piece
-    /// number).
+    /// Records a step in the transfer of a piece for the trace.
     #[inline]
-    fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
+    fn trace_piece(&self, step: PieceStep, key: PieceKey, peer: ProcessId, bytes: u64) {
+        let (op, piece) = key;
         self.trace.note(|| TraceEventKind::Piece {
             step,
             op,
@@ -265,12 +265,13 @@ impl Runtime {
             bytes,
             ticket: 0,
         });
-        self.log_piece(step, (op, piece), peer, bytes);
+        self.log_piece(step, key, peer, bytes);
     }
 
     /// Tells the program's log of a step in the transfer of a piece, if it takes spans.
     #[inline]
-    fn log_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
+    fn log_piece(&self, step: PieceStep, key: PieceKey, peer: ProcessId, bytes: u64) {
+        let (op, piece) = key;
         if spans::are_on()
             && let Some(operation) = self.in_flight.span(op)
         {

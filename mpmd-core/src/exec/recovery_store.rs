@@ -1,6 +1,7 @@
 //! The copies of committed state that this process has: see `api/recover`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::fmt;
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
@@ -52,6 +53,26 @@ pub(crate) struct ArrayOfCommit {
     /// The dtype and the global shape.
     pub(crate) aval: String,
     pub(crate) elements: usize,
+}
+
+impl fmt::Display for ArrayOfCommit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name, self.aval)
+    }
+}
+
+/// The first difference between a commit and the state that it is to be restored into.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum StateMismatch {
+    /// The numbers of arrays differ.
+    #[error("it has {in_commit} arrays, and the state has {in_state}")]
+    Count { in_commit: usize, in_state: usize },
+    /// An array of the state has another name, dtype or shape in the commit.
+    #[error("it has {in_commit}, and the state has {in_state}")]
+    Array {
+        in_commit: Box<ArrayOfCommit>,
+        in_state: Box<ArrayOfCommit>,
+    },
 }
 
 /// The commits of which this process has copies, oldest first.
@@ -177,11 +198,14 @@ impl CommitContents {
     /// # Errors
     ///
     /// The first difference, if the commit cannot be restored into the state.
-    pub(crate) fn places(&self, state: &Self) -> Result<Vec<usize>, String> {
+    pub(crate) fn places(&self, state: &Self) -> Result<Vec<usize>, StateMismatch> {
         let here = self.arrays.len();
         let there = state.arrays.len();
         if here != there {
-            return Err(format!("it has {here} arrays, and the state has {there}"));
+            return Err(StateMismatch::Count {
+                in_commit: here,
+                in_state: there,
+            });
         }
 
         let names = |of: &Self| -> HashMap<String, usize> {
@@ -200,13 +224,11 @@ impl CommitContents {
                 false => index,
             };
             let found = &self.arrays[place];
-            let shown = |array: &ArrayOfCommit| format!("{} {}", array.name, array.aval);
             if found != asked {
-                return Err(format!(
-                    "it has {}, and the state has {}",
-                    shown(found),
-                    shown(asked)
-                ));
+                return Err(StateMismatch::Array {
+                    in_commit: Box::new(found.clone()),
+                    in_state: Box::new(asked.clone()),
+                });
             }
             places.push(place);
         }

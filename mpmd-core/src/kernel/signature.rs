@@ -3,8 +3,8 @@
 use std::fmt;
 
 use mpmd_device::collective::{CollectiveKind, Reduce};
-use mpmd_layout::aval::ShapedArray;
-use mpmd_layout::topology::Mesh;
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::topology::{Mesh, MeshError};
 
 /// A kernel's outputs, aliases and collectives.
 ///
@@ -153,22 +153,46 @@ impl<O> Signature<O> {
     }
 }
 
+/// The reason why a declared collective is invalid.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(crate) enum CollectiveError {
+    /// The array is an object.
+    #[error("objects do not leave their devices")]
+    Object,
+    /// The mesh has no such axis.
+    #[error(transparent)]
+    Axis(#[from] MeshError),
+    /// A permutation has an index beyond the axis.
+    #[error("axis {axis:?} has only {size} devices")]
+    BeyondAxis { axis: String, size: usize },
+    /// The dtype has no such reduction.
+    #[error("{dtype} has no {reduce}")]
+    NoReduction { dtype: DType, reduce: Reduce },
+    /// A device is the source of two pairs of a permutation.
+    #[error("device {index} of the axis gives twice")]
+    GivesTwice { index: usize },
+    /// A device is the target of two pairs of a permutation.
+    #[error("device {index} of the axis gets twice")]
+    GetsTwice { index: usize },
+}
+
 impl Collective {
-    /// Checks the declaration against a mesh. The error is the reason why it is invalid.
-    pub(crate) fn check(&self, mesh: &Mesh) -> Result<(), String> {
+    /// Checks the declaration against a mesh.
+    pub(crate) fn check(&self, mesh: &Mesh) -> Result<(), CollectiveError> {
         if self.aval.is_object() {
-            return Err("objects do not leave their devices".to_owned());
+            return Err(CollectiveError::Object);
         }
 
-        let size = mesh
-            .axis_size(&self.axis)
-            .map_err(|error| error.to_string())?;
+        let size = mesh.axis_size(&self.axis)?;
 
         let on_axis = |index: usize| {
             if index < size {
                 Ok(())
             } else {
-                Err(format!("axis {:?} has only {size} devices", self.axis))
+                Err(CollectiveError::BeyondAxis {
+                    axis: self.axis.clone(),
+                    size,
+                })
             }
         };
 
@@ -178,7 +202,10 @@ impl Collective {
                 if reduce.is_defined_for(dtype) {
                     Ok(())
                 } else {
-                    Err(format!("{dtype} has no {reduce}"))
+                    Err(CollectiveError::NoReduction {
+                        dtype,
+                        reduce: *reduce,
+                    })
                 }
             }
             CollectiveKind::AllGather | CollectiveKind::AllToAll => Ok(()),
@@ -189,10 +216,10 @@ impl Collective {
                     on_axis(*from)?;
                     on_axis(*to)?;
                     if std::mem::replace(&mut gives[*from], true) {
-                        return Err(format!("device {from} of the axis gives twice"));
+                        return Err(CollectiveError::GivesTwice { index: *from });
                     }
                     if std::mem::replace(&mut gets[*to], true) {
-                        return Err(format!("device {to} of the axis gets twice"));
+                        return Err(CollectiveError::GetsTwice { index: *to });
                     }
                 }
                 Ok(())
@@ -221,7 +248,7 @@ impl fmt::Display for Collective {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mpmd_layout::aval::{DType, f32s};
+    use mpmd_layout::aval::f32s;
     use mpmd_layout::topology::DeviceId;
 
     #[test]
@@ -264,7 +291,7 @@ mod tests {
                 "device 1 of the axis gets twice",
             ),
         ] {
-            let why = check(wrong).unwrap_err();
+            let why = check(wrong).unwrap_err().to_string();
             assert!(why.contains(expected), "{why}\n  lacks {expected}");
         }
     }

@@ -83,6 +83,33 @@ pub(super) fn named(stage: usize, name: &str) -> String {
     format!("stage {stage} `{name}`")
 }
 
+/// The reason why the side inputs of a microbatch do not fit the stages. Stages are shown with
+/// their numbers and names.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(super) enum SideError {
+    /// A side input is for a stage that the pipeline does not have.
+    #[error(
+        "a side input is for stage {stage}, and there is no stage {stage}; the pipeline has \
+         stages 0 to {last}"
+    )]
+    NoStage { stage: usize, last: usize },
+    /// A stage has no side input, and takes one.
+    #[error("{named} needs a side input: call `.side({stage}, …)`")]
+    Missing { named: String, stage: usize },
+    /// A stage has a side input, and takes none.
+    #[error("{named} takes no side input: leave out `.side({stage}, …)`")]
+    Unexpected { named: String, stage: usize },
+    /// The side input of a stage is another tree than it takes.
+    #[error(
+        "the side input of {named} is not the tree that it takes: {why}; see `.side({stage}, …)`"
+    )]
+    OtherTree {
+        named: String,
+        stage: usize,
+        why: TreeError,
+    },
+}
+
 impl StageGraph {
     pub(super) fn new(first: BoundStage) -> Self {
         let mut graph = Self {
@@ -222,15 +249,17 @@ impl StageGraph {
     }
 
     /// Checks that each stage gets the side input that it takes. `sides` are (stage, structure) of
-    /// one microbatch. The error is the problem in words.
+    /// one microbatch.
     pub(super) fn check_sides<'a>(
         &self,
         sides: impl Iterator<Item = (usize, &'a Structure)> + Clone,
-    ) -> Result<(), String> {
+    ) -> Result<(), SideError> {
         let stages = sides.clone().map(|(stage, _)| stage);
         if let Some(beyond) = stages.filter(|stage| *stage >= self.stages.len()).min() {
-            let problem = self.no_stage(beyond);
-            return Err(format!("a side input is for stage {beyond}, and {problem}"));
+            return Err(SideError::NoStage {
+                stage: beyond,
+                last: self.stages.len() - 1,
+            });
         }
 
         for (index, stage) in self.stages.iter().enumerate() {
@@ -243,18 +272,23 @@ impl StageGraph {
 
             let named = self.named(index);
             return Err(match (side, why) {
-                (None, _) => format!("{named} needs a side input: call `.side({index}, …)`"),
+                (None, _) => SideError::Missing {
+                    named,
+                    stage: index,
+                },
                 (Some(_), TreeError::Structure { path, expected, .. })
                     if path.is_empty() && expected == Structure::sequence([]).to_string() =>
                 {
-                    format!("{named} takes no side input: leave out `.side({index}, …)`")
+                    SideError::Unexpected {
+                        named,
+                        stage: index,
+                    }
                 }
-                (Some(_), why) => {
-                    format!(
-                        "the side input of {named} is not the tree that it takes: {why}; see \
-                         `.side({index}, …)`"
-                    )
-                }
+                (Some(_), why) => SideError::OtherTree {
+                    named,
+                    stage: index,
+                    why,
+                },
             });
         }
         Ok(())

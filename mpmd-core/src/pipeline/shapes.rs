@@ -61,7 +61,9 @@ pub(super) fn infer_all<In: Tree<Leaf = MpmdArray>>(
         .side
         .iter()
         .map(|(stage, side)| (*stage, &side.structure));
-    graph.check_sides(sides).map_err(Error::kernel)?;
+    graph
+        .check_sides(sides)
+        .map_err(|why| Error::kernel(why.to_string()))?;
 
     let nothing = ErasedTree::empty();
     let mut outputs: Vec<ErasedTree<ShapedArray>> = Vec::with_capacity(graph.stages.len());

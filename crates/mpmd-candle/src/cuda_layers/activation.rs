@@ -2,7 +2,7 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result, Shape, Tensor};
-use mpmd_core::cuda::layers::{self, ActivationCurve};
+use mpmd_core::cuda::layers::{self, ActivationCurve, MatrixShape};
 
 use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 
@@ -19,7 +19,7 @@ impl CudaLayer<1> for CudaActivation {
 
     fn forward(&self, [x]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let shape = x.layout.shape().clone();
-        let size = (1, shape.elem_count());
+        let size = MatrixShape::new(1, shape.elem_count());
         let y = issue(|on| {
             on.made(&shape, x.storage.dtype(), |y| {
                 layers::activate(&on.kernels(), self.0, size, x.part(on)?, None, y)
@@ -34,7 +34,7 @@ impl CudaLayer<1> for CudaActivation {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<[Option<Tensor>; 1]> {
-        let size = (1, x.elem_count());
+        let size = MatrixShape::new(1, x.elem_count());
         let d_x = issue(|on| {
             on.tensor_like(x, |d_x| {
                 on.with([x, gradient], |[x, d_y]| {

@@ -88,7 +88,11 @@ impl DeviceBlocks {
         let shape = Shape::from((tokens, heads, dim));
         let in_rows =
             |part: CudaPart<'static>, heads: usize| Heads::new(part, [0, heads * dim, dim]);
-        let scores = (scale as f32, cap.map(|cap| cap as f32), window);
+        let scores = layers::AttentionScores {
+            scale: scale as f32,
+            cap: cap.map(|cap| cap as f32),
+            window,
+        };
 
         let out = issue(|on| {
             let [keys, values] = [on.writable(&self.keys)?, on.writable(&self.values)?];

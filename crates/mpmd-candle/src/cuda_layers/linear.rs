@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use candle_core::backend::BackendStorage;
 use candle_core::op::Add;
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
-use mpmd_core::cuda::layers::{self, ActivationCurve};
+use mpmd_core::cuda::layers::{self, ActivationCurve, MatrixShape};
 
 use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 use crate::cuda::are_on_cuda;
@@ -214,7 +214,7 @@ impl CudaLayer<3> for CudaLinearActivated {
         let shape = Shape::from(self.product.shape.clone());
         let before = tensor(self.product.multiply(x, weight)?, &shape);
         let width = bias.layout.shape().elem_count();
-        let size = (before.elem_count() / width.max(1), width);
+        let size = MatrixShape::new(before.elem_count() / width.max(1), width);
 
         let y = issue(|on| {
             on.made(&shape, before.dtype(), |y| {
@@ -239,7 +239,7 @@ impl CudaLayer<3> for CudaLinearActivated {
             bail!("a linear layer's backward pass before its forward pass");
         };
         let width = bias.elem_count();
-        let size = (before.elem_count() / width.max(1), width);
+        let size = MatrixShape::new(before.elem_count() / width.max(1), width);
 
         let gradient = issue(|on| {
             on.tensor_like(before, |d_x| {
@@ -266,7 +266,7 @@ fn sum(y: LayerArgument<'_>, bias: LayerArgument<'_>) -> Result<CudaStorage> {
 pub(super) fn bias_gradient(bias: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
     let width = bias.elem_count();
     let gradient = gradient.clone();
-    let size = (gradient.elem_count() / width.max(1), width);
+    let size = MatrixShape::new(gradient.elem_count() / width.max(1), width);
     let is_fit = fit(&[&gradient]);
 
     device_gradient(bias, move |into| match is_fit {

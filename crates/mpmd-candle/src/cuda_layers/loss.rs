@@ -122,7 +122,7 @@ impl CudaLayer<1> for CudaLossSum {
                 on.with([logits, kept, gradient], |[logits, kept, d_loss]| {
                     self.with(on, classes, |loss| {
                         let cuda = on.kernels();
-                        loss.backward(&cuda, logits, kept, (1.0, Some(d_loss)), d_logits)
+                        loss.backward(&cuda, logits, kept, 1.0, Some(d_loss), d_logits)
                     })
                 })
             })

@@ -68,10 +68,10 @@ impl CudaRowNorm {
         let y = issue(|on| {
             on.made(&shape, x.storage.dtype(), |y| {
                 let bias = bias.map(|bias| bias.part(on)).transpose()?;
-                let weights = (weight.part(on)?, bias);
+                let weight = weight.part(on)?;
                 let forward = |into| {
                     self.sizes
-                        .forward(&on.kernels(), x.part(on)?, weights, y, into)
+                        .forward(&on.kernels(), x.part(on)?, weight, bias, y, into)
                 };
                 statistics = Some(on.made(&kept, DType::F32, forward)?);
                 Ok(())

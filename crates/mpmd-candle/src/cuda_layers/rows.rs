@@ -3,7 +3,7 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, D, DType, Result, Shape, Tensor};
 use mpmd_core::cuda::CudaPart;
-use mpmd_core::cuda::layers::{self, Heads, RotaryAngles};
+use mpmd_core::cuda::layers::{self, Heads, MatrixShape, RotaryAngles};
 use mpmd_layout::random::Key;
 
 use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
@@ -49,7 +49,7 @@ impl CudaLayer<1> for CudaSoftmax {
 
     fn forward(&self, [x]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let width = x.layout.dim(D::Minus1)?;
-        let size = (x.layout.shape().elem_count() / width.max(1), width);
+        let size = MatrixShape::new(x.layout.shape().elem_count() / width.max(1), width);
         map(x, |on, x, y| {
             layers::softmax(&on.kernels(), size, self.is_log, x, y)
         })
@@ -62,7 +62,7 @@ impl CudaLayer<1> for CudaSoftmax {
         gradient: &Tensor,
     ) -> Result<[Option<Tensor>; 1]> {
         let width = x.dim(D::Minus1)?;
-        let size = (x.elem_count() / width.max(1), width);
+        let size = MatrixShape::new(x.elem_count() / width.max(1), width);
 
         let d_x = issue(|on| {
             on.tensor_like(x, |d_x| {
@@ -88,7 +88,7 @@ impl CudaDropout {
         x: CudaPart<'static>,
         y: CudaPart<'static>,
     ) -> mpmd_core::Result<()> {
-        layers::dropout(&on.kernels(), elements, (self.key, self.drop_p), x, y)
+        layers::dropout(&on.kernels(), elements, self.key, self.drop_p, x, y)
     }
 }
 

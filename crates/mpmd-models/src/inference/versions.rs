@@ -11,7 +11,7 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::region::Region;
 use mpmd::sharding::Sharding;
 use mpmd::topology::Mesh;
-use mpmd::weights::{Intake, Received};
+use mpmd::weights::{Intake, NotReceived, Received};
 use mpmd::{DeviceId, Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::Mutex;
 
@@ -242,8 +242,8 @@ impl Intake for PublishedIntake {
 enum RegionError {
     #[error("{0} was not published")]
     NotPublished(String),
-    #[error("{0}")]
-    NotReceived(String),
+    #[error(transparent)]
+    NotReceived(#[from] NotReceived),
     #[error("{name} is of {dtype}")]
     OtherType { name: String, dtype: DType },
     #[error("{name} {region} has values that are not finite")]
@@ -261,9 +261,7 @@ fn read_leaf(
         .dtype(name)
         .ok_or_else(|| RegionError::NotPublished(name.to_owned()))?;
     let mut bytes = vec![0; region.elements() * dtype.size()];
-    received
-        .read(name, region, &mut bytes)
-        .map_err(RegionError::NotReceived)?;
+    received.read(name, region, &mut bytes)?;
 
     let (halves, _) = bytes.as_chunks::<2>();
     let (singles, _) = bytes.as_chunks::<4>();

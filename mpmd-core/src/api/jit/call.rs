@@ -16,7 +16,7 @@ use super::plan::{Bound, CallPlan, DeviceBinding};
 use crate::api::program::Program;
 use crate::error::{Error, Result, panic_text};
 use crate::exec::array::host_array::HostArray;
-use crate::exec::array::object::{NewObject, ObjectCell};
+use crate::exec::array::object::{NewObject, ObjectCell, ObjectTooLarge};
 use crate::exec::array::{ArrayHandle, MpmdArray};
 use crate::exec::{
     AsyncBuffer, BufferUse, Job, KernelExchange, OpGuard, Parker, Resolvers, Runtime, Work,
@@ -311,6 +311,16 @@ pub(super) enum Fill {
 
 pub(super) type ReservedMemory = CallResult<Reservation>;
 
+/// The reason why a call fails because of its objects.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+enum ObjectError {
+    #[error(transparent)]
+    TooLarge(#[from] ObjectTooLarge),
+    /// The kernel has left out the object of an output.
+    #[error("it has not made the object of its output {output}")]
+    Missing { output: usize },
+}
+
 /// One call on one device: its kernel and plan, device, operation number, source line and label.
 pub(super) struct RunningCall<'a, K: Kernel> {
     pub(super) bound: &'a Bound<K>,
@@ -392,19 +402,20 @@ impl<'a, K: Kernel> RunningCall<'a, K> {
         &self,
         inputs: &[Option<SharedBuffer>],
         made: &[Option<NewObject>],
-    ) -> std::result::Result<(), String> {
+    ) -> std::result::Result<(), ObjectError> {
         let objects = &self.bound.plan.objects;
         for output in &objects.outputs {
             match &made[*output] {
                 Some(object) => object.check(objects.declared(*output).unwrap_or(0))?,
-                None => return Err(format!("it has not made the object of its output {output}")),
+                None => return Err(ObjectError::Missing { output: *output }),
             }
         }
         objects
             .inputs
             .iter()
             .filter_map(|index| cell_of(inputs, *index))
-            .try_for_each(ObjectCell::check)
+            .try_for_each(ObjectCell::check)?;
+        Ok(())
     }
 
     /// Allocates `bytes` of host staging memory, from which accelerators copy. Fails if there is no

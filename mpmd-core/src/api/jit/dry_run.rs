@@ -1,13 +1,13 @@
 //! A call in a dry run: on all devices of all processes.
 
-use super::plan::{CallPlan, OutputPlan};
+use super::plan::CallPlan;
 use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 impl CallPlan {
     /// Returns the descriptor of the call for the plan of a dry run: its results and messages on
     /// all devices of all processes.
     pub(super) fn descriptor(&self) -> OpDescriptor {
-        let shards = |(index, output): (usize, &OutputPlan)| {
+        let results = self.outputs.iter().enumerate().map(|(index, output)| {
             let memory = match output.alias {
                 Some(input) if self.takes_over(output) => ShardMemory::Of(input as u32),
                 _ => ShardMemory::Own,
@@ -20,7 +20,7 @@ impl CallPlan {
                 shards.iter_mut().for_each(|shard| shard.bytes = bytes);
             }
             shards
-        };
+        });
 
         let devices = self.mesh.mesh.devices();
         // Collectives over an axis that the mesh lacks were refused before.
@@ -35,7 +35,7 @@ impl CallPlan {
                 kernel: self.what.name.clone(),
                 devices: devices.iter().map(|device| device.0).collect(),
             },
-            results: self.outputs.iter().enumerate().map(shards).collect(),
+            results: results.collect(),
             messages: messages.unwrap_or_default(),
         }
     }

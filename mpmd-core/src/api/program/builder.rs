@@ -35,17 +35,27 @@ const LEAST_ASKED: usize = 256;
 /// reason why it does not.
 pub(crate) type LayoutFn = dyn Fn(usize) -> Result<usize, String> + Send + Sync;
 
+/// The reason why a program does not go on with a number of processes.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum LayoutRefusal {
+    /// The layout gives this reason.
+    #[error("{0}")]
+    Layout(String),
+    /// A process had no device, so it could have no part of the state.
+    #[error(
+        "its layout has {devices} devices for {processes} processes, and each process needs one"
+    )]
+    FewDevices { devices: usize, processes: usize },
+}
+
 /// Returns the number of devices with which the program of a layout goes on with `size` processes.
-///
-/// # Errors
-///
-/// The reason of the layout. If a process had no device, since it could have no part of the state.
-pub(crate) fn devices_of_size(layout: &LayoutFn, size: usize) -> Result<usize, String> {
-    let devices = layout(size)?;
+pub(crate) fn devices_of_size(layout: &LayoutFn, size: usize) -> Result<usize, LayoutRefusal> {
+    let devices = layout(size).map_err(LayoutRefusal::Layout)?;
     match devices < size {
-        true => Err(format!(
-            "its layout has {devices} devices for {size} processes, and each process needs one"
-        )),
+        true => Err(LayoutRefusal::FewDevices {
+            devices,
+            processes: size,
+        }),
         false => Ok(devices),
     }
 }
@@ -593,7 +603,7 @@ impl Builder {
         let sizes = (1..=largest).filter_map(|size| {
             let devices = layout
                 .map_or(Ok(all), |layout| devices_of_size(layout, size))
-                .map_err(|why| refused.insert(size as u32, why))
+                .map_err(|why| refused.insert(size as u32, why.to_string()))
                 .ok()?;
             Some(JobSize {
                 processes: size as u32,

@@ -352,21 +352,37 @@ fn wrong(error: RendezvousError) -> Error {
 /// The transport of a simulated process.
 pub(crate) type SimulatedTransport = Arc<dyn Transport>;
 
-/// Joins a job beside that of the user's program, as process `process` of the job. Each process
-/// has the number of devices in `devices`, all of kind `cpu`. Other executables of this version of
-/// mpmd may join it. In a simulation its messages go `over` a simulated transport. Blocks until all
-/// processes are connected.
+/// A job beside that of the user's program, as one of its processes joins it.
+pub(crate) struct SideJob<'a> {
+    pub(crate) rendezvous: Rendezvous,
+    pub(crate) token: &'a Token,
+    /// The process that joins.
+    pub(crate) process: ProcessId,
+    /// Number of devices of each process, all of kind `cpu`.
+    pub(crate) devices: &'a [usize],
+    /// The name of the transport.
+    pub(crate) transport: &'a str,
+    pub(crate) peer_timeout: Duration,
+    /// The transport of the messages in a simulation.
+    pub(crate) over: Option<SimulatedTransport>,
+}
+
+/// Joins a job beside that of the user's program. Other executables of this version of mpmd may
+/// join it. Blocks until all processes are connected.
 ///
 /// # Errors
 ///
 /// If there is no such transport, or the job cannot be formed within the peer timeout.
-pub(crate) fn join_beside(
-    rendezvous: Rendezvous,
-    token: &Token,
-    process: ProcessId,
-    (devices, transport): (&[usize], &str),
-    (peer_timeout, over): (Duration, Option<SimulatedTransport>),
-) -> Result<Program> {
+pub(crate) fn join_beside(job: SideJob<'_>) -> Result<Program> {
+    let SideJob {
+        rendezvous,
+        token,
+        process,
+        devices,
+        transport,
+        peer_timeout,
+        over,
+    } = job;
     let builder = Builder::default()
         .devices_by_process(devices)
         .peer_timeout(peer_timeout)

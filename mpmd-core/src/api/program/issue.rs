@@ -12,7 +12,7 @@ use mpmd_proto::router::{OpRecord, OpSpan};
 use super::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::exec::dry_run::KnownDescriptor;
+use crate::exec::dry_run::{KnownDescriptor, OperationNote};
 use crate::exec::{Doing, OpCounts, OpGuard, Rolling, Runtime};
 use crate::trace::spans;
 use mpmd_record::dry_run::OpDescriptor;
@@ -155,8 +155,12 @@ impl Program {
                 .iter()
                 .enumerate()
                 .map(|(i, array)| (*array, donates(i)));
-            let about = (self.label, at, self.hash.word());
-            dry_run.operation(about, takes, new.known, new.descriptor);
+            let note = OperationNote {
+                label: self.label,
+                at,
+                hash: self.hash.word(),
+            };
+            dry_run.operation(note, takes, new.known, new.descriptor);
         }
 
         let guard = match new.part {

@@ -43,7 +43,7 @@ pub use builder::Builder;
 pub(crate) use builder::{LayoutFn, devices_of_size};
 pub(crate) use candidate::EpochStart;
 pub(crate) use capture::{ArrayOrigin, Capture, CapturedInput, CapturedOp, StepDonation};
-pub(crate) use connect::{EnvironmentJob, SimulatedTransport, join_beside};
+pub(crate) use connect::{EnvironmentJob, SideJob, SimulatedTransport, join_beside};
 pub(crate) use epochs::{EpochEnd, JobChange};
 use issue::IssueHook;
 pub(crate) use issue::{Again, IssuedOp, NewOp, OpPart, Replayed};

@@ -40,7 +40,7 @@ pub const HAS_UCX: bool = cfg!(feature = "ucx");
 pub(super) enum OpenedTransport {
     Auto {
         /// If this process cannot share memory, the reason.
-        shm: std::result::Result<shm::OpenedShm, String>,
+        shm: std::result::Result<shm::OpenedShm, TransportError>,
         tcp: PeerListener,
     },
     Shm(shm::OpenedShm),
@@ -63,10 +63,7 @@ impl OpenedTransport {
             TCP => Self::Tcp(PeerListener::bind(at)?),
             ucx::NAME => Self::Ucx(ucx::OpenedUcx::open(processes)?),
             _ => Self::Auto {
-                shm: shm::OpenedShm::open().map_err(|error| match error {
-                    TransportError::Unavailable { why, .. } => why,
-                    error => error.to_string(),
-                }),
+                shm: shm::OpenedShm::open(),
                 tcp: PeerListener::bind(at)?,
             },
         })
@@ -80,8 +77,11 @@ impl OpenedTransport {
                 (AUTO, String::new()),
                 (
                     shm::NAME,
-                    shm.as_ref()
-                        .map_or_else(|why| shm::no_address(why), shm::OpenedShm::address),
+                    match shm {
+                        Ok(opened) => opened.address(),
+                        Err(TransportError::Unavailable { why, .. }) => shm::no_address(why),
+                        Err(error) => shm::no_address(&error.to_string()),
+                    },
                 ),
                 (TCP, tcp.address().to_string()),
             ],
@@ -129,20 +129,21 @@ impl OpenedTransport {
                 pool,
             })?)
         };
-        let connect_shm =
-            |opened: shm::OpenedShm, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
-                let peer = |(member, near): (&JobMember, &bool)| {
-                    near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
-                };
-                let peers = members.iter().zip(is_near).map(peer).collect();
-                Ok(opened.connect(&ShmConfig {
-                    process,
-                    peers,
-                    token,
-                    epoch,
-                    peer_timeout,
-                })?)
-            };
+        let connect_shm = |opened: shm::OpenedShm,
+                           is_near: &[bool]|
+         -> Result<Arc<dyn Transport>> {
+            let own_address = |member| address(member, shm::NAME).unwrap_or_default().to_owned();
+            let pairs = members.iter().zip(is_near);
+            let peers = pairs.map(|(member, near)| near.then(|| own_address(member)));
+            let peers = peers.collect();
+            Ok(opened.connect(&ShmConfig {
+                process,
+                peers,
+                token,
+                epoch,
+                peer_timeout,
+            })?)
+        };
 
         match self {
             Self::Simulated(endpoint) => endpoint(joined),
@@ -201,10 +202,9 @@ fn near(members: &[JobMember], process: ProcessId) -> Vec<bool> {
     let Some(me) = members.get(process.index()) else {
         return vec![false; members.len()];
     };
-    let near = |(i, member): (usize, &JobMember)| {
-        i != process.index() && why_not_near(me, member).is_none()
-    };
-    members.iter().enumerate().map(near).collect()
+    let all = members.iter().enumerate();
+    all.map(|(i, member)| i != process.index() && why_not_near(me, member).is_none())
+        .collect()
 }
 
 /// Returns the reason why two members do not share memory, or `None` if they do. Members with

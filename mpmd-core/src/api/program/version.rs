@@ -228,14 +228,13 @@ mod tests {
         assert!(build(&folder.join("mpmd-no-such-program")).is_err());
     }
 
-    fn job_size((processes, devices): (u32, u32)) -> JobSize {
-        JobSize { processes, devices }
-    }
-
     #[test]
     fn sizes_are_listed_briefly_and_none_is_left_out() {
         let list = |sizes: &[(u32, u32)]| {
-            list_sizes(&sizes.iter().copied().map(job_size).collect::<Vec<_>>())
+            let sizes = sizes
+                .iter()
+                .map(|&(processes, devices)| JobSize { processes, devices });
+            list_sizes(&sizes.collect::<Vec<_>>())
         };
         let each: Vec<_> = (1..=3)
             .map(|size| (size, 4))

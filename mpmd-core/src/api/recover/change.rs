@@ -60,7 +60,7 @@ enum LeaveCause {
 }
 
 /// Returns the process that is to leave by its own word.
-fn leaver_of_word((process, word): (ProcessId, &u64)) -> Option<Leaver> {
+fn leaver_of_word(process: ProcessId, word: u64) -> Option<Leaver> {
     let (cause, why) = if word & IS_DROPPED != 0 {
         let cause = match word & IS_WRONG {
             0 => LeaveCause::Slow,
@@ -202,7 +202,8 @@ impl Program {
             kept.is_dropped = true;
             kept.is_wrong = true;
         }
-        leavers.extend((0..).map(ProcessId).zip(&all).filter_map(leaver_of_word));
+        let words = (0..).map(ProcessId).zip(&all);
+        leavers.extend(words.filter_map(|(process, word)| leaver_of_word(process, *word)));
         leavers.sort_by_key(|leaver| leaver.cause);
 
         // Each leaves only if the others still have a copy of each region.

@@ -43,7 +43,8 @@ impl Simulation {
 
         let (results, report) = self.run_epochs(values.iter().map(of_process).collect());
         let values = values.into_iter().map(Mutex::into_inner);
-        let value = |(result, value): (Result<bool>, Option<T>)| result.map(|_| value);
-        (results.into_iter().zip(values).map(value).collect(), report)
+        let ends = results.into_iter().zip(values);
+        let ends = ends.map(|(result, value)| result.map(|_| value));
+        (ends.collect(), report)
     }
 }

@@ -18,7 +18,7 @@ use crate::exec::Rolling;
 use crate::exec::array::{MpmdArray, Repr};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
-use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::topology::{DeviceId, Mesh, MeshError};
 use mpmd_layout::tree::{Tree, TreeError};
 pub(crate) use relabel::{Relabel, Relabelled};
 pub use sections::Sections;
@@ -78,7 +78,7 @@ impl Program {
 
         let mesh = self.common_mesh(&leaves).map_err(wrong)?;
         let sections = sections.into().ranges(&mesh, axis);
-        let ranges = sections.map_err(|why| wrong(IssueProblem::Split(why)))?;
+        let ranges = sections.map_err(|why| wrong(IssueProblem::Split(why.to_string())))?;
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
@@ -196,7 +196,8 @@ impl Program {
             .map(|leaves| self.common_mesh(leaves))
             .collect::<std::result::Result<_, _>>()
             .map_err(wrong)?;
-        let mesh = joined(&meshes, axis).map_err(|why| wrong(IssueProblem::Split(why)))?;
+        let mesh =
+            joined(&meshes, axis).map_err(|why| wrong(IssueProblem::Split(why.to_string())))?;
 
         // Grouped by leaf; each group is in the order of the trees.
         let leaves: Vec<(String, &MpmdArray)> = (0..by_tree[0].len())
@@ -418,13 +419,32 @@ fn divided_dim(sharding: &Sharding, axis: &str) -> Option<usize> {
         .position(|entry| entry.axes().iter().any(|name| name == axis))
 }
 
+/// The reason why meshes cannot be joined along an axis.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+enum JoinError {
+    /// The first mesh has no such axis.
+    #[error("there is no axis `{axis}` in {mesh}")]
+    NoAxis { axis: String, mesh: Mesh },
+    /// The other axes of a mesh are not those of the first one.
+    #[error("mesh {part} cannot follow {first} along axis `{axis}`")]
+    OtherAxes {
+        part: Mesh,
+        first: Mesh,
+        axis: String,
+    },
+    /// The devices do not form a mesh.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+}
+
 /// Joins meshes along an axis, in order. Fails if their other axes differ, or if they share a
 /// device.
-fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
+fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, JoinError> {
     let first = &parts[0];
-    let index = first
-        .axis_index(axis)
-        .ok_or_else(|| format!("there is no axis `{axis}` in {first}"))?;
+    let index = first.axis_index(axis).ok_or_else(|| JoinError::NoAxis {
+        axis: axis.to_owned(),
+        mesh: first.clone(),
+    })?;
 
     let without = |mesh: &Mesh| {
         let mut shape = mesh.shape().to_vec();
@@ -433,9 +453,11 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     };
     for part in &parts[1..] {
         if part.axis_names() != first.axis_names() || without(part) != without(first) {
-            return Err(format!(
-                "mesh {part} cannot follow {first} along axis `{axis}`"
-            ));
+            return Err(JoinError::OtherAxes {
+                part: part.clone(),
+                first: first.clone(),
+                axis: axis.to_owned(),
+            });
         }
     }
 
@@ -458,7 +480,7 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
         .zip(first.shape().iter().copied())
         .collect();
     axes[index].1 = parts.iter().map(|part| part.shape()[index]).sum();
-    Mesh::new(&axes, devices).map_err(|error| error.to_string())
+    Ok(Mesh::new(&axes, devices)?)
 }
 
 struct SplitWhat {
@@ -527,6 +549,7 @@ mod tests {
             assert!(
                 joined(&[parts[0].clone(), parts[0].clone()], axis)
                     .unwrap_err()
+                    .to_string()
                     .contains("listed twice")
             );
         }
@@ -534,8 +557,10 @@ mod tests {
         assert!(
             joined(&[whole.clone(), other], "a")
                 .unwrap_err()
+                .to_string()
                 .contains("cannot follow")
         );
-        assert!(joined(&[whole], "z").unwrap_err().contains("no axis `z`"));
+        let why = joined(&[whole], "z").unwrap_err().to_string();
+        assert!(why.contains("no axis `z`"), "{why}");
     }
 }

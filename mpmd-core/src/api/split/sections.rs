@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use mpmd_layout::topology::Mesh;
+use mpmd_layout::topology::{Mesh, MeshError};
 
 /// The parts into which [`Program::split_by_mesh_axis`](crate::Program::split_by_mesh_axis) cuts an
 /// axis.
@@ -17,6 +17,35 @@ pub enum Sections {
     Equal(usize),
     /// A part begins at index 0 and at each of these indices, which ascend strictly.
     At(Vec<usize>),
+}
+
+/// The reason why an axis of a mesh cannot be cut into [`Sections`].
+#[derive(Clone, Debug, thiserror::Error)]
+pub(super) enum SectionsError {
+    /// The mesh has no such axis.
+    #[error(transparent)]
+    Axis(#[from] MeshError),
+    /// The size of the axis is no multiple of the number of parts, or that is 0.
+    #[error(
+        "axis `{axis}` of {mesh} has {size} indices, which cannot be cut in {parts} equal parts"
+    )]
+    Unequal {
+        axis: String,
+        mesh: Mesh,
+        size: usize,
+        parts: usize,
+    },
+    /// The indices at which parts begin do not ascend within the axis.
+    #[error(
+        "axis `{axis}` of {mesh} cannot be cut at {starts:?}: the places ascend strictly, above 0 \
+         and below {size}"
+    )]
+    Starts {
+        axis: String,
+        mesh: Mesh,
+        size: usize,
+        starts: Vec<usize>,
+    },
 }
 
 impl From<usize> for Sections {
@@ -44,32 +73,34 @@ impl<const N: usize> From<[usize; N]> for Sections {
 }
 
 impl Sections {
-    /// Returns the index range of each part of an axis of `mesh`, or the reason why the axis cannot
-    /// be cut so.
+    /// Returns the index range of each part of an axis of `mesh`. An error if the axis cannot be cut
+    /// so.
     pub(super) fn ranges(
         &self,
         mesh: &Mesh,
         axis: &str,
-    ) -> std::result::Result<Vec<Range<usize>>, String> {
-        let size = mesh.axis_size(axis).map_err(|error| error.to_string())?;
+    ) -> std::result::Result<Vec<Range<usize>>, SectionsError> {
+        let size = mesh.axis_size(axis)?;
         let starts: Vec<usize> = match self {
             Self::Each => (0..size).collect(),
             Self::Equal(parts) if *parts == 0 || !size.is_multiple_of(*parts) => {
-                return Err(format!(
-                    "axis `{axis}` of {mesh} has {size} indices, which cannot be cut in {parts} \
-                     equal parts"
-                ));
+                return Err(SectionsError::Unequal {
+                    axis: axis.to_owned(),
+                    mesh: mesh.clone(),
+                    size,
+                    parts: *parts,
+                });
             }
             Self::Equal(parts) => (0..*parts).map(|part| part * (size / parts)).collect(),
-            Self::At(starts) => {
-                let starts: Vec<usize> = std::iter::once(0).chain(starts.iter().copied()).collect();
+            Self::At(places) => {
+                let starts: Vec<usize> = std::iter::once(0).chain(places.iter().copied()).collect();
                 if !starts.is_sorted_by(|a, b| a < b) || starts.iter().any(|start| *start >= size) {
-                    return Err(format!(
-                        "axis `{axis}` of {mesh} cannot be cut at {:?}: the places ascend \
-                         strictly, above 0 \
-                         and below {size}",
-                        &starts[1..]
-                    ));
+                    return Err(SectionsError::Starts {
+                        axis: axis.to_owned(),
+                        mesh: mesh.clone(),
+                        size,
+                        starts: places.clone(),
+                    });
                 }
                 starts
             }
@@ -103,12 +134,12 @@ mod tests {
             std::slice::from_ref(&(0..4))
         );
         for wrong in [3, 0, 5, 8] {
-            let error = ranges(wrong.into()).unwrap_err();
+            let error = ranges(wrong.into()).unwrap_err().to_string();
             let axis = "axis `x` of {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7] has 4 indices";
             assert!(error.contains(axis), "{error}");
         }
         for wrong in [&[0][..], &[4], &[2, 2], &[3, 1], &[1, 9]] {
-            let error = ranges(wrong.into()).unwrap_err();
+            let error = ranges(wrong.into()).unwrap_err().to_string();
             assert!(
                 error.contains(&format!("cannot be cut at {wrong:?}")),
                 "{error}"
@@ -118,6 +149,7 @@ mod tests {
             Sections::Each
                 .ranges(&mesh, "z")
                 .unwrap_err()
+                .to_string()
                 .contains("there is no axis `z`")
         );
     }

@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use mpmd_launch::LaunchError;
 use mpmd_layout::topology::{DeviceId, Topology};
-use mpmd_proto::control;
+use mpmd_proto::control::{self, ControlError};
 use mpmd_rendezvous::{JobMember, JoinConfig, Rendezvous, RendezvousError, ServerConfig, Token};
 use serde::{Deserialize, Serialize};
 
 use super::link::VersionNumbers;
 use super::net::{Net, Service};
-use crate::api::program::{Program, join_beside};
+use crate::api::program::{Program, SideJob, join_beside};
 use crate::error::{Error, Result, panic_text};
 use mpmd_base::ProcessId;
 use mpmd_base::block::thread;
@@ -81,7 +81,6 @@ impl Invitation {
 
         let process = ProcessId(process as u32);
         let token = link_token(secret, &self.nonce);
-        let how = (&self.devices[..], &*self.transport);
         let peer_timeout = peer_timeout.min(LONGEST);
         let config = JoinConfig {
             server: self.server.clone(),
@@ -91,7 +90,15 @@ impl Invitation {
             peer_timeout,
         };
         let (rendezvous, over) = net.join_link(config).map_err(wrong)?;
-        join_beside(rendezvous, &token, process, how, (peer_timeout, over))
+        join_beside(SideJob {
+            rendezvous,
+            token: &token,
+            process,
+            devices: &self.devices,
+            transport: &self.transport,
+            peer_timeout,
+            over,
+        })
     }
 }
 
@@ -273,6 +280,43 @@ impl Drop for GroupMembership {
     }
 }
 
+/// The reason why a call of the processes of an end has failed.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(super) enum CallError {
+    /// The rendezvous of the end cannot be reached, or refuses the call.
+    #[error("{}", unreachable_text(.0))]
+    Rendezvous(#[from] RendezvousError),
+    /// The call cannot be encoded.
+    #[error(transparent)]
+    Encode(#[from] ControlError),
+    /// A process has not answered, for the reason that the rendezvous gives.
+    #[error("process {process} at {address}: {why}")]
+    Unanswered {
+        process: ProcessId,
+        address: String,
+        why: String,
+    },
+    /// The answer of a process cannot be decoded.
+    #[error("process {process} at {address}: no answer")]
+    Unreadable { process: ProcessId, address: String },
+}
+
+/// Returns the message for the caller of a publisher that cannot be called.
+fn unreachable_text(error: &RendezvousError) -> String {
+    match error {
+        RendezvousError::Token { server } => format!(
+            "the publisher at {server} has another secret or another name: give both ends the same"
+        ),
+        RendezvousError::Stranger { server } => {
+            format!("the program that listens at {server} is no publisher of mpmd")
+        }
+        RendezvousError::Unreachable { server, why, .. } => {
+            format!("no publisher answers at {server}: {why}")
+        }
+        other => other.to_string(),
+    }
+}
+
 /// The answers of the processes of an end to a call.
 pub(super) struct GroupAnswers {
     pub(super) by_process: Vec<GroupAnswer>,
@@ -284,36 +328,29 @@ pub(super) struct GroupAnswers {
 ///
 /// # Errors
 ///
-/// Why the end cannot be reached, or a process of it has not answered.
+/// If the end cannot be reached, or a process of it has not answered.
 pub(super) fn call(
     address: &str,
     token: &Token,
     net: &Net,
     call: &GroupCall,
     timeout: Duration,
-) -> std::result::Result<GroupAnswers, String> {
-    let said = |error: RendezvousError| match error {
-        RendezvousError::Token { server } => format!(
-            "the publisher at {server} has another secret or another name: give both ends the same"
-        ),
-        RendezvousError::Stranger { server } => {
-            format!("the program that listens at {server} is no publisher of mpmd")
-        }
-        RendezvousError::Unreachable { server, why, .. } => {
-            format!("no publisher answers at {server}: {why}")
-        }
-        other => other.to_string(),
-    };
-
-    let observer = net.observe(address, token, timeout).map_err(said)?;
-    let words = control::encode(call).map_err(|error| error.to_string())?;
-    let answers = observer.look(&words, timeout).map_err(said)?;
+) -> std::result::Result<GroupAnswers, CallError> {
+    let observer = net.observe(address, token, timeout)?;
+    let words = control::encode(call)?;
+    let answers = observer.look(&words, timeout)?;
 
     let mut by_process = Vec::with_capacity(answers.len());
     for (process, status) in answers {
-        let bytes = status.map_err(|why| format!("process {process} at {address}: {why}"))?;
-        let answer = control::decode(&bytes)
-            .map_err(|_| format!("process {process} at {address}: no answer"))?;
+        let bytes = status.map_err(|why| CallError::Unanswered {
+            process,
+            address: address.to_owned(),
+            why,
+        })?;
+        let answer = control::decode(&bytes).map_err(|_| CallError::Unreadable {
+            process,
+            address: address.to_owned(),
+        })?;
         by_process.push(answer);
     }
     Ok(GroupAnswers {

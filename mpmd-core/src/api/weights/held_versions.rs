@@ -12,7 +12,7 @@ use super::bits::{ChangedPlaces, changes_bytes, hash, write_changes};
 use super::layouts::LeafPiece;
 use super::link::{Offering, PublisherLink};
 use super::publisher::PublicationShared;
-use super::store::{HashedRegion, OwnShard, StoredVersion};
+use super::store::{HashedRegion, OwnShard, PublicationEnd, StoredVersion};
 use crate::error::{Error, Result};
 
 /// The versions that a link holds while it moves one of them.
@@ -83,7 +83,7 @@ impl PublisherLink for HeldVersions<'_> {
         &mut self,
         above: Option<u64>,
         timeout: Duration,
-    ) -> std::result::Result<Vec<u64>, String> {
+    ) -> std::result::Result<Vec<u64>, PublicationEnd> {
         let store = &self.shared.store;
         let numbers = store.wait(above, self.pin, timeout)?;
         self.versions = numbers

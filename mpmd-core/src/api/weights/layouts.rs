@@ -3,11 +3,99 @@
 
 use std::ops::Range;
 
-use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::aval::{AvalError, DType, ShapedArray};
 use mpmd_layout::region::Region;
-use mpmd_layout::sharding::Sharding;
+use mpmd_layout::sharding::{Sharding, ShardingError};
 use mpmd_layout::topology::DeviceId;
 use serde::{Deserialize, Serialize};
+
+/// The reason why the leaves of the two ends of a link do not fit each other.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum LayoutMismatch {
+    /// The sharding of a wanted leaf does not fit its shape.
+    #[error("{leaf}: {why}")]
+    Sharding { leaf: String, why: ShardingError },
+    /// An end tells an impossible shape.
+    #[error("{leaf}: {why}")]
+    Shape { leaf: String, why: AvalError },
+    /// A part of a wanted leaf has an impossible shape.
+    #[error("{0}")]
+    PartShape(AvalError),
+    /// A shard is not on a device of its end, or not in its leaf.
+    #[error(
+        "{leaf}: {region} on device {device} of the link is no shard of {dtype}{shape:?} on its \
+         devices {devices:?}"
+    )]
+    Shard {
+        leaf: String,
+        region: Region,
+        device: u32,
+        dtype: DType,
+        shape: Vec<usize>,
+        devices: Range<u32>,
+    },
+    /// The publisher offers no such leaf. `known` are the names of some that it offers.
+    #[error("{leaf}: the publisher has no leaf {from}; it has {} and others", .known.join(", "))]
+    NotOffered {
+        leaf: String,
+        from: String,
+        known: Vec<String>,
+    },
+    /// The leaf is offered with another dtype.
+    #[error(
+        "{leaf}: {wanted} is wanted, and {from} is published as {found}: give both ends one type, \
+         as with --publish-as {wanted} of finetune or --dtype {found} of serve"
+    )]
+    OtherType {
+        leaf: String,
+        from: String,
+        wanted: DType,
+        found: DType,
+    },
+    /// The leaf is offered with another shape.
+    #[error("{leaf}: {wanted:?} is wanted, and {from} is published with the shape {found:?}")]
+    OtherShape {
+        leaf: String,
+        from: String,
+        wanted: Vec<usize>,
+        found: Vec<usize>,
+    },
+    /// A part is of a region that the offered leaf does not have.
+    #[error("{leaf}: {region} is no region of {from}")]
+    Region {
+        leaf: String,
+        region: Region,
+        from: String,
+    },
+    /// A part does not fit into the wanted leaf at its place.
+    #[error("{leaf}: {region} of {from} does not fit at {at:?}")]
+    Place {
+        leaf: String,
+        region: Region,
+        from: String,
+        at: Vec<usize>,
+    },
+    /// Two parts of a wanted leaf overlap.
+    #[error("{leaf}: its parts at {first} and {second} overlap")]
+    Overlap {
+        leaf: String,
+        first: Region,
+        second: Region,
+    },
+    /// The parts do not fill the wanted leaf.
+    #[error("{leaf}: its parts have {found} elements, and {wanted} are wanted")]
+    Unfilled {
+        leaf: String,
+        found: usize,
+        wanted: usize,
+    },
+    /// No device of the subscriber wants the leaf.
+    #[error("{leaf}: it is wanted on no device")]
+    NoDevice { leaf: String },
+    /// Some regions of the wanted leaf have more replicas than others.
+    #[error("{leaf}: its regions have unequal numbers of replicas")]
+    UnequalReplicas { leaf: String },
+}
 
 /// A leaf that a publisher offers. The devices are those of the link.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -78,9 +166,20 @@ impl WantedLeaf {
     }
 
     /// Returns the leaf as it is told to the publisher: its devices have the numbers of `number`.
-    pub(super) fn told(&self, number: impl Fn(DeviceId) -> u32) -> Result<AskedLeaf, String> {
+    ///
+    /// # Errors
+    ///
+    /// If the sharding does not fit the shape.
+    pub(super) fn told(
+        &self,
+        number: impl Fn(DeviceId) -> u32,
+    ) -> Result<AskedLeaf, LayoutMismatch> {
         let layout = self.sharding.layout(self.aval.shape());
-        let layout = layout.map_err(|why| format!("{}: {why}", self.name))?;
+        let layout = layout.map_err(|why| LayoutMismatch::Sharding {
+            leaf: self.name.clone(),
+            why,
+        })?;
+
         let shards = layout
             .iter()
             .map(|(device, region)| (number(device), region.clone()));
@@ -127,13 +226,13 @@ pub(super) struct LeafPiece {
 ///
 /// # Errors
 ///
-/// The message names a leaf that is not offered, or whose shape, dtype, shards or parts do not fit.
+/// If a leaf is not offered, or its shape, dtype, shards or parts do not fit.
 pub(super) fn pieces(
     offered: &[OfferedLeaf],
     publisher_devices: Range<u32>,
     asked: &[AskedLeaf],
     subscriber_devices: Range<u32>,
-) -> Result<Vec<LeafPiece>, String> {
+) -> Result<Vec<LeafPiece>, LayoutMismatch> {
     for OfferedLeaf {
         name,
         shape,
@@ -161,10 +260,11 @@ pub(super) fn pieces(
             let piece = piece(offered, to, leaf, part)?;
             let own = shifted(&Region::full(piece.aval.shape()), &piece.to_at, &[]);
             if let Some(other) = filled.iter().find(|other: &&Region| overlap(other, &own)) {
-                return Err(format!(
-                    "{}: its parts at {other} and {own} overlap",
-                    leaf.name
-                ));
+                return Err(LayoutMismatch::Overlap {
+                    leaf: leaf.name.clone(),
+                    first: other.clone(),
+                    second: own,
+                });
             }
             filled.push(own);
             if piece.aval.elements() > 0 {
@@ -172,13 +272,14 @@ pub(super) fn pieces(
             }
         }
 
-        let elements: usize = filled.iter().map(Region::elements).sum();
-        if elements != leaf.shape.iter().product::<usize>() {
-            return Err(format!(
-                "{}: its parts have {elements} elements, and {} are wanted",
-                leaf.name,
-                leaf.shape.iter().product::<usize>()
-            ));
+        let found: usize = filled.iter().map(Region::elements).sum();
+        let wanted: usize = leaf.shape.iter().product();
+        if found != wanted {
+            return Err(LayoutMismatch::Unfilled {
+                leaf: leaf.name.clone(),
+                found,
+                wanted,
+            });
         }
     }
     Ok(pieces)
@@ -191,18 +292,25 @@ fn check_told(
     dtype: DType,
     shards: &[(u32, Region)],
     devices: &Range<u32>,
-) -> Result<(), String> {
-    ShapedArray::try_new(shape, dtype).map_err(|why| format!("{name}: {why}"))?;
+) -> Result<(), LayoutMismatch> {
+    ShapedArray::try_new(shape, dtype).map_err(|why| LayoutMismatch::Shape {
+        leaf: name.to_owned(),
+        why,
+    })?;
 
     let full = Region::full(shape);
     let wrong = shards.iter().find(|(device, region)| {
         !devices.contains(device) || region.ndim() != full.ndim() || !full.contains(region)
     });
     match wrong {
-        Some((device, region)) => Err(format!(
-            "{name}: {region} on device {device} of the link is no shard of {dtype}{shape:?} on \
-             its devices {devices:?}"
-        )),
+        Some((device, region)) => Err(LayoutMismatch::Shard {
+            leaf: name.to_owned(),
+            region: region.clone(),
+            device: *device,
+            dtype,
+            shape: shape.to_vec(),
+            devices: devices.clone(),
+        }),
         None => Ok(()),
     }
 }
@@ -213,7 +321,7 @@ fn piece(
     to: usize,
     leaf: &AskedLeaf,
     part: &LeafPart,
-) -> Result<LeafPiece, String> {
+) -> Result<LeafPiece, LayoutMismatch> {
     let AskedLeaf { name, shape, .. } = leaf;
     let from = find_offered(offered, leaf, part)?;
     let source = &offered[from];
@@ -221,9 +329,14 @@ fn piece(
         .region
         .clone()
         .unwrap_or_else(|| Region::full(&source.shape));
-    let aval = ShapedArray::try_new(&region.shape(), leaf.dtype).map_err(|why| why.to_string())?;
+    let aval =
+        ShapedArray::try_new(&region.shape(), leaf.dtype).map_err(LayoutMismatch::PartShape)?;
     if region.ndim() != source.shape.len() || !Region::full(&source.shape).contains(&region) {
-        return Err(format!("{name}: {region} is no region of {}", part.from));
+        return Err(LayoutMismatch::Region {
+            leaf: name.clone(),
+            region,
+            from: part.from.clone(),
+        });
     }
     let placed = shifted(&Region::full(aval.shape()), &part.at, &[]);
     let fits = part.at.len() == shape.len()
@@ -231,10 +344,12 @@ fn piece(
         && placed.shape() == aval.shape()
         && Region::full(shape).contains(&placed);
     if !fits {
-        return Err(format!(
-            "{name}: {region} of {} does not fit at {:?}",
-            part.from, part.at
-        ));
+        return Err(LayoutMismatch::Place {
+            leaf: name.clone(),
+            region,
+            from: part.from.clone(),
+            at: part.at.clone(),
+        });
     }
 
     let from_at: Vec<usize> = region.ranges().map(|range| range.start).collect();
@@ -242,13 +357,11 @@ fn piece(
     let targets = layers(shards_within(&leaf.shards, &placed, &part.at));
     // A process without a device of the leaf has no part in it.
     if targets.is_empty() && aval.elements() > 0 {
-        return Err(format!("{name}: it is wanted on no device"));
+        return Err(LayoutMismatch::NoDevice { leaf: name.clone() });
     }
     let mut others = targets.iter().skip(1);
     if others.any(|layer| layer.len() != targets[0].len()) {
-        return Err(format!(
-            "{name}: its regions have unequal numbers of replicas"
-        ));
+        return Err(LayoutMismatch::UnequalReplicas { leaf: name.clone() });
     }
 
     Ok(LeafPiece {
@@ -268,39 +381,36 @@ fn find_offered(
     offered: &[OfferedLeaf],
     leaf: &AskedLeaf,
     part: &LeafPart,
-) -> Result<usize, String> {
+) -> Result<usize, LayoutMismatch> {
     let AskedLeaf {
         name, shape, dtype, ..
     } = leaf;
     let from = offered.iter().position(|offered| offered.name == part.from);
     let from = from.ok_or_else(|| {
-        let known: Vec<_> = offered
-            .iter()
-            .take(3)
-            .map(|one| one.name.as_str())
-            .collect();
-        format!(
-            "{name}: the publisher has no leaf {}; it has {} and others",
-            part.from,
-            known.join(", ")
-        )
+        let some = offered.iter().take(3);
+        LayoutMismatch::NotOffered {
+            leaf: name.clone(),
+            from: part.from.clone(),
+            known: some.map(|one| one.name.clone()).collect(),
+        }
     })?;
 
     let source = &offered[from];
     if source.dtype != *dtype {
-        let found = source.dtype;
-        return Err(format!(
-            "{name}: {dtype} is wanted, and {} is published as {found}: give both ends one type, \
-             as with --publish-as {dtype} of finetune or --dtype {found} of serve",
-            part.from
-        ));
+        return Err(LayoutMismatch::OtherType {
+            leaf: name.clone(),
+            from: part.from.clone(),
+            wanted: *dtype,
+            found: source.dtype,
+        });
     }
     if leaf.parts.len() == 1 && part.region.is_none() && source.shape != *shape {
-        let from = &part.from;
-        let found = &source.shape;
-        return Err(format!(
-            "{name}: {shape:?} is wanted, and {from} is published with the shape {found:?}"
-        ));
+        return Err(LayoutMismatch::OtherShape {
+            leaf: name.clone(),
+            from: part.from.clone(),
+            wanted: shape.clone(),
+            found: source.shape.clone(),
+        });
     }
     Ok(from)
 }
@@ -378,16 +488,16 @@ mod tests {
             region: None,
             at: vec![0],
         };
-        let found = |shape: &[usize], (from, own): (u32, &Region), (to, other): (u32, &Region)| {
+        let found = |shape: &[usize], own: (u32, &Region), other: (u32, &Region)| {
             let (name, dtype) = ("w".to_owned(), DType::F32);
-            let shards = vec![(from, own.clone())];
+            let shards = vec![(own.0, own.1.clone())];
             let offered = OfferedLeaf {
                 name: name.clone(),
                 shape: shape.to_vec(),
                 dtype,
                 shards,
             };
-            let (shards, parts) = (vec![(to, other.clone())], vec![part.clone()]);
+            let (shards, parts) = (vec![(other.0, other.1.clone())], vec![part.clone()]);
             let asked = AskedLeaf {
                 name,
                 shape: shape.to_vec(),
@@ -399,7 +509,9 @@ mod tests {
         };
         assert_eq!(found(&[4], (1, &all), (2, &all)), Ok(1));
         for (from, to) in [(2, 2), (1, 1), (0, u32::MAX)] {
-            let why = found(&[4], (from, &all), (to, &all)).unwrap_err();
+            let why = found(&[4], (from, &all), (to, &all))
+                .unwrap_err()
+                .to_string();
             assert!(why.contains("is no shard of f32[4]"), "{why}");
         }
         for region in [Region::full(&[5]), Region::full(&[]), Region::full(&[4, 1])] {
@@ -425,7 +537,9 @@ mod tests {
             shards: vec![(2, all)],
             parts: vec![far],
         };
-        let why = pieces(&[offered], 0..2, &[asked], 2..3).unwrap_err();
+        let why = pieces(&[offered], 0..2, &[asked], 2..3)
+            .unwrap_err()
+            .to_string();
         assert!(why.contains("does not fit at"), "{why}");
     }
 }

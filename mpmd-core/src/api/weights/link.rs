@@ -21,11 +21,13 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceId;
-use mpmd_memory::SharedBuffer;
+use mpmd_memory::{OutOfMemory, SharedBuffer};
 use serde::{Deserialize, Serialize};
 
 use super::buffers::DeviceBuffer;
 use super::layouts::{AskedLeaf, LeafPiece, OfferedLeaf, pieces};
+use super::store::PublicationEnd;
+use super::taker::IntakePanic;
 use crate::api::program::Program;
 use crate::api::recover::tell;
 use crate::error::{Error, Result};
@@ -43,6 +45,15 @@ struct PublisherTurn {
     versions: Vec<u64>,
     /// True if readers of its memory keep more of that than it lends.
     is_short: bool,
+}
+
+/// The version that a turn moves, if it moves one.
+enum VersionChoice {
+    Version(ChosenVersion),
+    /// There is none yet that all processes of the publisher have.
+    NoneYet,
+    /// There will be none, for the reason that a process of the publisher has told.
+    Ended(String),
 }
 
 /// The version that a turn moves.
@@ -91,7 +102,7 @@ pub(super) trait PublisherLink {
         &mut self,
         above: Option<u64>,
         timeout: Duration,
-    ) -> std::result::Result<Vec<u64>, String>;
+    ) -> std::result::Result<Vec<u64>, PublicationEnd>;
     /// Returns true if readers of the versions' memory keep more of that than the publisher lends.
     fn is_short(&self) -> bool;
     /// Keeps a version once it comes, in place of the one that was pinned before.
@@ -129,17 +140,38 @@ pub(super) trait SubscriberLink {
         device: DeviceId,
         arrived: ArrivedPiece,
         hash: u64,
-    ) -> std::result::Result<(), String>;
+    ) -> std::result::Result<(), VersionRefusal>;
     /// Takes the version whose pieces have arrived.
     fn take(
         &mut self,
         version: VersionNumbers,
         pieces: &[LeafPiece],
-    ) -> std::result::Result<(), String>;
+    ) -> std::result::Result<(), VersionRefusal>;
     /// Notes why the publisher gives out no further version.
     fn ended(&mut self, why: &str);
     /// Ends a version: all processes have taken it, or one has refused it for this reason.
     fn end(&mut self, version: VersionNumbers, bytes: u64, refused: Option<&str>);
+}
+
+/// The reason why a process of a subscriber refuses a version.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum VersionRefusal {
+    /// The intake does not take it, for this reason.
+    #[error("{0}")]
+    Intake(String),
+    #[error(transparent)]
+    Panicked(#[from] IntakePanic),
+    /// The processes of the subscriber want different leaves.
+    #[error("process 0 wants other leaves than this one")]
+    OtherLeaves,
+    /// The changes of a leaf are not of the version before.
+    #[error("{leaf}: the changes do not fit the version before")]
+    OtherBase { leaf: String },
+    /// The hash of a region is not the publisher's.
+    #[error("{leaf} {region} arrived with other bits than were published")]
+    OtherBits { leaf: String, region: Region },
+    #[error(transparent)]
+    Memory(#[from] OutOfMemory),
 }
 
 /// A version on its way. A later version has larger numbers, in this order.
@@ -181,8 +213,8 @@ pub(super) fn run(p: &mut Program, publishers: usize, side: &mut LinkSide<'_>) -
     let all = p.topology().devices().len() as u32;
     let counts = p.topology().counts();
     let first = counts.iter().take(publishers).sum::<usize>() as u32;
-    let pieces =
-        pieces(&offering.leaves, 0..first, &asked, first..all).map_err(Error::Environment)?;
+    let pieces = pieces(&offering.leaves, 0..first, &asked, first..all)
+        .map_err(|why| Error::Environment(why.to_string()))?;
     let link = VersionLink {
         publishers,
         subscriber,
@@ -255,7 +287,7 @@ struct TakeOutcome {
     /// Bytes that this process has got.
     bytes: u64,
     /// The reason why it does not take the version.
-    refused: Option<String>,
+    refused: Option<VersionRefusal>,
 }
 
 /// The sum of the hashes and the changes of a piece on a device, from all notes.
@@ -287,14 +319,14 @@ impl VersionLink {
         }
 
         let ChosenVersion { number, copies } = match self.choose(p, side, ask.above)? {
-            Err(why) => {
+            VersionChoice::Ended(why) => {
                 if let LinkSide::Subscriber(target) = side {
                     target.ended(&why);
                 }
                 return Ok(false);
             }
-            Ok(None) => return Ok(true),
-            Ok(Some(chosen)) => chosen,
+            VersionChoice::NoneYet => return Ok(true),
+            VersionChoice::Version(chosen) => chosen,
         };
         if let LinkSide::Publisher(source) = side {
             source.choose(number);
@@ -316,7 +348,7 @@ impl VersionLink {
         };
         let outcome = self.move_pieces(p, side, how, &notes)?;
 
-        let refused = self.tell_refusal(p, outcome.refused)?;
+        let refused = self.tell_refusal(p, outcome.refused.as_ref())?;
         match side {
             LinkSide::Publisher(source) => source.sent(number, refused.as_deref()),
             LinkSide::Subscriber(target) => target.end(version, outcome.bytes, refused.as_deref()),
@@ -347,7 +379,12 @@ impl VersionLink {
 
     /// Returns the first reason of a process of the subscriber to refuse the version. `own` is this
     /// process's reason.
-    fn tell_refusal(&self, p: &mut Program, own: Option<String>) -> Result<Option<String>> {
+    fn tell_refusal(
+        &self,
+        p: &mut Program,
+        own: Option<&VersionRefusal>,
+    ) -> Result<Option<String>> {
+        let own = own.map(VersionRefusal::to_string);
         let mut refused = None;
         for process in self.others(p) {
             let own = own.clone();
@@ -370,7 +407,7 @@ impl VersionLink {
         p: &mut Program,
         side: &mut LinkSide<'_>,
         above: Option<u64>,
-    ) -> Result<std::result::Result<Option<ChosenVersion>, String>> {
+    ) -> Result<VersionChoice> {
         // The versions of each process of the publisher.
         let mut all = Vec::new();
         let mut copies = false;
@@ -381,7 +418,8 @@ impl VersionLink {
                     LinkSide::Publisher(source) => {
                         let versions = source.wait(above, IDLE);
                         let is_short = source.is_short();
-                        Ok(versions.map(|versions| PublisherTurn { versions, is_short }))
+                        let turn = |versions| PublisherTurn { versions, is_short };
+                        Ok(versions.map(turn).map_err(|end| end.to_string()))
                     }
                     LinkSide::Subscriber(_) => Ok(none),
                 })?;
@@ -390,14 +428,14 @@ impl VersionLink {
         }
         let all = match all.into_iter().collect::<std::result::Result<Vec<_>, _>>() {
             Ok(all) => all,
-            Err(why) => return Ok(Err(why)),
+            Err(why) => return Ok(VersionChoice::Ended(why)),
         };
 
         let has = |number: &u64| all.iter().all(|have| have.contains(number));
         let common = all.iter().flatten().copied().filter(has).max();
         if let Some(number) = common {
             self.pin.set(None);
-            return Ok(Ok(Some(ChosenVersion { number, copies })));
+            return Ok(VersionChoice::Version(ChosenVersion { number, copies }));
         }
         if let (LinkSide::Publisher(source), Some(next)) = (side, first_of_all(&all)) {
             // One process is ahead by more versions than are kept. All keep the first one that each
@@ -409,7 +447,7 @@ impl VersionLink {
                 source.pin(Some(next));
             }
         }
-        Ok(Ok(None))
+        Ok(VersionChoice::NoneYet)
     }
 
     /// Returns, for each piece, if its changes travel: they are known, and fewer bytes than all.

@@ -32,4 +32,4 @@ mod tests;
 
 pub use layouts::{LeafPart, WantedLeaf};
 pub use publisher::{Publication, Publisher, PublisherMetrics};
-pub use subscriber::{Intake, Received, Subscribing, Subscription, SubscriptionState};
+pub use subscriber::{Intake, NotReceived, Received, Subscribing, Subscription, SubscriptionState};

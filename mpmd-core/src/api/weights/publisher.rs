@@ -13,6 +13,7 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Tree;
 use mpmd_memory::SharedBuffer;
+use mpmd_proto::Failure;
 use mpmd_rendezvous::Token;
 
 use super::bits::can_cast;
@@ -23,7 +24,7 @@ use super::held_versions::HeldVersions;
 use super::layouts::OfferedLeaf;
 use super::link::{self, LinkSide};
 use super::net::Net;
-use super::store::{OwnShard, Store};
+use super::store::{CopyError, OwnShard, PublicationEnd, Store};
 use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result, panic_text};
 use crate::exec::Doing;
@@ -151,7 +152,7 @@ struct ShardValues {
     /// Index of the own shard.
     shard: usize,
     /// The values, or the failure that they have in their place.
-    outcome: std::result::Result<SharedBuffer, String>,
+    outcome: std::result::Result<SharedBuffer, Arc<Failure>>,
 }
 
 /// A leaf of the tree, as it was at the start.
@@ -478,10 +479,9 @@ impl Publisher {
             let sender = sender.clone();
             // Registered now, since a later operation may take the memory over.
             slots[shard.local].on_end(move |outcome| {
-                let outcome = outcome.clone().map_err(|failure| failure.to_string());
                 _ = sender.send(ShardValues {
                     shard: index,
-                    outcome,
+                    outcome: outcome.clone(),
                 });
             });
         }
@@ -539,7 +539,7 @@ impl Drop for Publisher {
         let is_stuck = *copying > 0;
         drop(copying);
 
-        self.shared.store.end("the publisher has ended".to_owned());
+        self.shared.store.end(PublicationEnd::Dropped);
         // Subscribers that have room take the last version.
         while self.shared.metrics.lock().subscribers > 0 && now() < until {
             thread::sleep(Duration::from_millis(5));
@@ -581,24 +581,28 @@ impl PublicationShared {
     /// Makes the bits of a version once its values come. A failure ends all links.
     fn copy(&self, version: &VersionCopy) {
         // The store takes the shards in order; values may come in any.
-        let mut early = HashMap::new();
+        let mut early: HashMap<usize, std::result::Result<SharedBuffer, _>> = HashMap::new();
         let next = |shard: usize| loop {
             if let Some(outcome) = early.remove(&shard) {
-                return outcome;
+                return outcome.map_err(CopyError::Values);
             }
             match version.values.recv() {
                 Ok(values) => _ = early.insert(values.shard, values.outcome),
-                Err(_) => return Err("the program has ended".to_owned()),
+                Err(_) => return Err(CopyError::ProgramEnded),
             }
         };
 
         let add = || self.store.add(version.number, next);
         let added = catch_unwind(AssertUnwindSafe(add));
         // Else the program would wait for this copy for ever.
-        if let Err(why) = added.unwrap_or_else(|panic| Err(panic_text(&*panic))) {
-            let why = format!("version {} could not be published: {why}", version.number);
-            tracing::error!("{why}");
-            self.store.end(why);
+        let added = added.unwrap_or_else(|panic| Err(CopyError::Panicked(panic_text(&*panic))));
+        if let Err(why) = added {
+            let end = PublicationEnd::NotCopied {
+                version: version.number,
+                why,
+            };
+            tracing::error!("{end}");
+            self.store.end(end);
         }
 
         *self.copying.lock() -= 1;

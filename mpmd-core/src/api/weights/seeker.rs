@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use mpmd_base::block::mpsc;
 use mpmd_proto::router::FailureKind;
-use mpmd_rendezvous::{ServerConfig, Token};
+use mpmd_rendezvous::{RendezvousError, ServerConfig, Token, TokenError};
 
-use super::group::{GroupAnswer, GroupCall, Invitation, LONGEST, call, link_token, wrong};
+use super::group::{CallError, GroupAnswer, GroupCall, Invitation, LONGEST, call, link_token};
 use super::net::Service;
 use super::subscriber::{Subscribing, SubscriptionShared};
 use super::taker::TakerNews;
@@ -38,6 +38,28 @@ pub(super) struct PublisherSeeker {
     pub(super) told: mpsc::Sender<TakerNews>,
 }
 
+/// The reason why there is no link to the publisher.
+#[derive(Clone, Debug, thiserror::Error)]
+enum SeekError {
+    #[error("a process of this job does not answer: {0}")]
+    OwnProcess(#[source] CallError),
+    #[error(transparent)]
+    Publisher(#[from] CallError),
+    /// The publication at the address has another name.
+    #[error("{address} publishes {found}, not {name}")]
+    OtherPublication {
+        address: String,
+        found: String,
+        name: String,
+    },
+    /// The system gives no random number for the link.
+    #[error(transparent)]
+    Random(#[from] TokenError),
+    /// The rendezvous of the link could not be opened, or has failed.
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
+}
+
 /// The end of a link that had begun.
 enum LinkEnd {
     /// A process was lost.
@@ -61,11 +83,11 @@ impl PublisherSeeker {
                 Ok(LinkEnd::Over) if !has_more => (retry * 2).min(LONGEST_RETRY),
                 _ => RETRY,
             };
-            if let Err(why) = &found {
+            let why = found.err().map(|why| why.to_string());
+            if let Some(why) = &why {
                 self.shared.note(|state| state.trouble = Some(why.clone()));
             }
 
-            let why = found.err();
             match &why {
                 None => said = None,
                 Some(reason) if why != last => {
@@ -86,7 +108,7 @@ impl PublisherSeeker {
     }
 
     /// Begins a link, and returns after its end.
-    fn link(&self) -> Result<LinkEnd, String> {
+    fn link(&self) -> Result<LinkEnd, SeekError> {
         let Subscribing {
             name,
             address,
@@ -99,9 +121,8 @@ impl PublisherSeeker {
         // This process has decided on all versions of the link before. The others hear of it before
         // they are invited to the next one, and all are there.
         let settle = GroupCall::Settle(self.shared.whole());
-        let own = |asked: &GroupCall| match call(&self.own, &self.token, net, asked, CALL) {
-            Ok(_) => Ok(()),
-            Err(why) => Err(format!("a process of this job does not answer: {why}")),
+        let own = |asked: &GroupCall| {
+            call(&self.own, &self.token, net, asked, CALL).map_err(SeekError::OwnProcess)
         };
         own(&settle)?;
 
@@ -109,21 +130,23 @@ impl PublisherSeeker {
         let answers = publisher(&GroupCall::Hello(name.clone()))?;
         let devices = answers.by_process.iter().map(|answer| match answer {
             GroupAnswer::Here(devices) => Ok(*devices),
-            GroupAnswer::Other(other) => Err(format!("{address} publishes {other}, not {name}")),
+            GroupAnswer::Other(other) => Err(SeekError::OtherPublication {
+                address: address.clone(),
+                found: other.clone(),
+                name: name.clone(),
+            }),
         });
-        let mut devices = devices.collect::<Result<Vec<usize>, String>>()?;
+        let mut devices = devices.collect::<Result<Vec<usize>, SeekError>>()?;
         let publishers = devices.len();
         devices.extend(&self.devices);
 
-        let nonce = Token::random().map_err(|why| why.to_string())?.to_hex();
+        let nonce = Token::random()?.to_hex();
         let config = ServerConfig {
             processes: devices.len(),
             token: link_token(token, &nonce),
             peer_timeout: self.peer_timeout.min(LONGEST),
         };
-        let server = net
-            .bind((answers.local_ip, 0).into(), config)
-            .map_err(|why| wrong(why).to_string())?;
+        let server = net.bind((answers.local_ip, 0).into(), config)?;
         let invitation = Invitation {
             name: name.clone(),
             server: server.address().to_string(),
@@ -140,15 +163,15 @@ impl PublisherSeeker {
         // Those that have not joined yet fail at once.
         drop(server);
         self.shared.wait_unlinked();
-        ended
+        Ok(ended?)
     }
 
     /// Waits until a link is over, or, before it has begun, until the subscription ends.
-    fn wait_end(&self, server: &Service) -> Result<LinkEnd, String> {
+    fn wait_end(&self, server: &Service) -> Result<LinkEnd, RendezvousError> {
         loop {
             match server.wait_end(WATCH) {
                 Some(Ok(())) => break,
-                Some(Err(why)) => return Err(wrong(why).to_string()),
+                Some(Err(why)) => return Err(why),
                 None if self.shared.has_ended() && !server.is_complete() => break,
                 None => {}
             }

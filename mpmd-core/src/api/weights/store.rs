@@ -14,6 +14,7 @@ use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 use mpmd_memory::{Arena, OutOfMemory};
 use mpmd_memory::{Pool, SharedBuffer};
+use mpmd_proto::Failure;
 
 use super::bits::{ChangedPlaces, cast, hash};
 
@@ -35,6 +36,34 @@ pub(super) struct OwnShard {
     pub(super) region: Region,
     /// The dtypes on the trainer's device and on the way.
     pub(super) dtypes: [DType; 2],
+}
+
+/// The reason why the bits of a version could not be made.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum CopyError {
+    /// The operation that makes an array of the version has failed.
+    #[error("{0}")]
+    Values(Arc<Failure>),
+    /// There is no memory for the bits.
+    #[error(transparent)]
+    Memory(#[from] OutOfMemory),
+    /// The program ended before it had given all values.
+    #[error("the program has ended")]
+    ProgramEnded,
+    /// The copy has panicked, with this message.
+    #[error("{0}")]
+    Panicked(String),
+}
+
+/// The reason why a publication has no further version.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum PublicationEnd {
+    /// The publisher was dropped.
+    #[error("the publisher has ended")]
+    Dropped,
+    /// A version could not be made.
+    #[error("version {version} could not be published: {why}")]
+    NotCopied { version: u64, why: CopyError },
 }
 
 /// The bits of a version on this process, by own shard.
@@ -89,7 +118,7 @@ struct StoreState {
     hashed: BTreeMap<HashedRegion, usize>,
     steps: VecDeque<ChangeStep>,
     /// Why there will be no further version.
-    ended: Option<String>,
+    ended: Option<PublicationEnd>,
 }
 
 impl StoredVersion {
@@ -125,8 +154,8 @@ impl Store {
     pub(super) fn add(
         &self,
         number: u64,
-        mut next: impl FnMut(usize) -> Result<SharedBuffer, String>,
-    ) -> Result<(), String> {
+        mut next: impl FnMut(usize) -> Result<SharedBuffer, CopyError>,
+    ) -> Result<(), CopyError> {
         let (last, hashed) = {
             let state = self.state.lock();
             (state.versions.back().cloned(), state.hashed.clone())
@@ -139,10 +168,9 @@ impl Store {
         for (index, shard) in self.shards.iter().enumerate() {
             let values = next(index)?;
             let old = last.as_ref().map(|last| &*last.bits[index]);
-            let failed = |why: OutOfMemory| why.to_string();
             let hashed = hashed.keys().filter(|hashed| hashed.shard == index);
             let mut own = hashed.map(|hashed| (hashed.region.clone(), 0)).collect();
-            let copied = self.copy(shard, &values, old, &mut own).map_err(failed)?;
+            let copied = self.copy(shard, &values, old, &mut own)?;
             hashes.push(own);
             bits.push(copied.bits);
             places.push(copied.changed);
@@ -265,7 +293,7 @@ impl Store {
         above: Option<u64>,
         pin: Option<u64>,
         timeout: Duration,
-    ) -> Result<Vec<u64>, String> {
+    ) -> Result<Vec<u64>, PublicationEnd> {
         let until = after(now(), timeout);
         let mut state = self.state.lock();
         loop {
@@ -344,7 +372,7 @@ impl Store {
     }
 
     /// Ends all links with this reason, after the last version.
-    pub(super) fn end(&self, why: String) {
+    pub(super) fn end(&self, why: PublicationEnd) {
         self.state.lock().ended.get_or_insert(why);
         self.changed.notify_all();
     }
@@ -412,11 +440,11 @@ mod tests {
         // More changes than a quarter of the bits are not worth their memory.
         add(&store, 5, [7.0, 7.0, 7.0]);
         assert_eq!((of(3, 4), of(4, 5)), (None, None));
-        store.end("a reason".to_owned());
+        store.end(PublicationEnd::Dropped);
         assert_eq!(store.wait(Some(4), None, SECOND), Ok(vec![5]));
         assert_eq!(
             store.wait(Some(5), None, SECOND),
-            Err("a reason".to_owned())
+            Err(PublicationEnd::Dropped)
         );
     }
 
@@ -511,8 +539,8 @@ mod tests {
         let store = store();
         add(&store, 1, [0.0; 3]);
         assert_eq!(
-            store.add(2, |_| Err("a reason".to_owned())),
-            Err("a reason".to_owned())
+            store.add(2, |_| Err(CopyError::ProgramEnded)),
+            Err(CopyError::ProgramEnded)
         );
         assert_eq!(store.wait(Some(1), None, Duration::ZERO), Ok(vec![]));
     }

@@ -89,6 +89,16 @@ pub(super) struct ReceivedShard {
     pub(super) values: SharedBuffer,
 }
 
+/// The error of [`Received::read`]: the leaf or the region is not on this process.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{leaf} {region} is not here")]
+pub struct NotReceived {
+    /// The name of the leaf.
+    pub leaf: String,
+    /// The requested region.
+    pub region: Region,
+}
+
 /// A wanted leaf.
 #[derive(Clone, Debug)]
 pub(super) struct ReceivedLeaf {
@@ -121,10 +131,13 @@ impl Received {
     /// # Panics
     ///
     /// If `to` has another length than the region, or this another number of dimensions.
-    pub fn read(&self, leaf: &str, region: &Region, to: &mut [u8]) -> Result<(), String> {
+    pub fn read(&self, leaf: &str, region: &Region, to: &mut [u8]) -> Result<(), NotReceived> {
         let found = self.shards(leaf).find(|(own, _)| own.contains(region));
         let (Some(aval), Some((own, values))) = (self.leaf(leaf), found) else {
-            return Err(format!("{leaf} {region} is not here"));
+            return Err(NotReceived {
+                leaf: leaf.to_owned(),
+                region: region.clone(),
+            });
         };
         copy_region(values, own, to, region, region, aval.dtype().size());
         Ok(())
@@ -290,7 +303,8 @@ impl Program {
                 return Err(Error::Environment(format!("{} is wanted twice", leaf.name)));
             }
             leaf.sharding.check_devices(self.topology())?;
-            leaf.told(|device| device.0).map_err(Error::Environment)?;
+            leaf.told(|device| device.0)
+                .map_err(|why| Error::Environment(why.to_string()))?;
         }
 
         let mut subscription = Subscription {
@@ -451,7 +465,7 @@ impl Subscription {
             let name = leaf.name.clone();
             let fill = move |region: &Region, mut view: crate::kernel::ViewMut<'_>| {
                 let read = received.read(&name, region, view.as_bytes_mut());
-                read.map_err(Error::Kernel)
+                read.map_err(|why| Error::kernel(why.to_string()))
             };
             arrays.push(p.array_from_fn(leaf.aval.clone(), &leaf.sharding, fill)?);
         }

@@ -11,7 +11,7 @@ use mpmd_base::deadline::after;
 use mpmd_device::copy::copy_region;
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
-use mpmd_memory::{Pool, SharedBuffer};
+use mpmd_memory::{OutOfMemory, Pool, SharedBuffer};
 use mpmd_rendezvous::Token;
 
 use super::bits::{hash, read_changes};
@@ -19,6 +19,7 @@ use super::group::{Invitation, LinkParty, Members, guarded};
 use super::layouts::{AskedLeaf, LeafPiece, WantedLeaf};
 use super::link::{
     self, ArrivedPiece, LinkSide, PieceShard, SubscriberLink, SubscriberTurn, VersionNumbers,
+    VersionRefusal,
 };
 use super::net::Net;
 use super::subscriber::{
@@ -208,6 +209,13 @@ impl Taking {
     }
 }
 
+/// A panic of an intake, with its message.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("the intake {panic}")]
+pub(super) struct IntakePanic {
+    panic: String,
+}
+
 /// An intake whose panics are the subscription's trouble.
 struct Guarded {
     intake: Box<dyn Intake>,
@@ -216,12 +224,13 @@ struct Guarded {
 
 impl Guarded {
     /// Returns true if there is room; an error if the intake cannot tell.
-    fn has_room(&mut self) -> std::result::Result<bool, String> {
+    fn has_room(&mut self) -> std::result::Result<bool, IntakePanic> {
         self.call(|intake| intake.has_room())
     }
 
-    fn take(&mut self, received: &Received) -> std::result::Result<(), String> {
+    fn take(&mut self, received: &Received) -> std::result::Result<(), VersionRefusal> {
         self.call(|intake| intake.take(received))?
+            .map_err(VersionRefusal::Intake)
     }
 
     fn end(&mut self, version: u64, refused: Option<&str>) {
@@ -232,13 +241,19 @@ impl Guarded {
         _ = self.call(|intake| intake.linked(ended));
     }
 
-    fn call<T>(&mut self, f: impl FnOnce(&mut dyn Intake) -> T) -> std::result::Result<T, String> {
+    fn call<T>(
+        &mut self,
+        f: impl FnOnce(&mut dyn Intake) -> T,
+    ) -> std::result::Result<T, IntakePanic> {
         let intake = &mut *self.intake;
         catch_unwind(AssertUnwindSafe(|| f(intake))).map_err(|panic| {
-            let why = format!("the intake {}", panic_text(&*panic));
-            tracing::error!("{why}");
-            self.shared.note(|state| state.trouble = Some(why.clone()));
-            why
+            let panicked = IntakePanic {
+                panic: panic_text(&*panic),
+            };
+            tracing::error!("{panicked}");
+            self.shared
+                .note(|state| state.trouble = Some(panicked.to_string()));
+            panicked
         })
     }
 }
@@ -332,14 +347,13 @@ impl<'a> Taker<'a> {
         region: &Region,
         parts: &[(Region, SharedBuffer)],
         item: usize,
-    ) -> std::result::Result<SharedBuffer, String> {
+    ) -> std::result::Result<SharedBuffer, OutOfMemory> {
         if let [(only, bytes)] = parts
             && only == region
         {
             return Ok(bytes.clone());
         }
-        let all = self.taking.memory.allocate(region.elements() * item);
-        let mut all = all.map_err(|why| why.to_string())?;
+        let mut all = self.taking.memory.allocate(region.elements() * item)?;
         for (part, bytes) in parts {
             copy_region(bytes, part, &mut all, region, part, item);
         }
@@ -444,20 +458,18 @@ impl SubscriberLink for Taker<'_> {
         device: DeviceId,
         arrived: ArrivedPiece,
         sum: u64,
-    ) -> std::result::Result<(), String> {
+    ) -> std::result::Result<(), VersionRefusal> {
         let shard = PieceShard {
             piece: index,
             device,
         };
         let wanted = self.taking.wanted.get(piece.to);
-        let name = &wanted
-            .ok_or("process 0 wants other leaves than this one")?
-            .name;
+        let name = &wanted.ok_or(VersionRefusal::OtherLeaves)?.name;
         let bytes = match arrived {
             ArrivedPiece::Whole(bytes) => bytes,
             ArrivedPiece::Changes(changes) => self
                 .changed(piece, shard, &changes)
-                .ok_or_else(|| format!("{name}: the changes do not fit the version before"))?,
+                .ok_or_else(|| VersionRefusal::OtherBase { leaf: name.clone() })?,
         };
 
         let Some(target) = piece.target_of(device) else {
@@ -466,17 +478,16 @@ impl SubscriberLink for Taker<'_> {
         let region = piece.in_source(target);
         let item = piece.aval.dtype().size();
         if hash(&bytes, &region, &region, &piece.from_shape, item) != sum {
-            let region = piece.in_target(target);
-            return Err(format!(
-                "{name} {region} arrived with other bits than were published"
-            ));
+            return Err(VersionRefusal::OtherBits {
+                leaf: name.clone(),
+                region: piece.in_target(target),
+            });
         }
 
         // Bits that are kept for later changes must not be the publisher's memory.
         let bytes = match self.taking.changes && bytes.is_lent() {
             true => {
-                let own = self.taking.memory.allocate(bytes.len());
-                let mut own = own.map_err(|why| why.to_string())?;
+                let mut own = self.taking.memory.allocate(bytes.len())?;
                 own.copy_from_slice(&bytes);
                 own.freeze()
             }
@@ -490,7 +501,7 @@ impl SubscriberLink for Taker<'_> {
         &mut self,
         version: VersionNumbers,
         pieces: &[LeafPiece],
-    ) -> std::result::Result<(), String> {
+    ) -> std::result::Result<(), VersionRefusal> {
         let mut shards = Vec::new();
         for (leaf, asked) in self.asked().iter().enumerate() {
             let item = asked.dtype.size();

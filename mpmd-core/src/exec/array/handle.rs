@@ -235,7 +235,7 @@ impl ArrayHandle {
     #[cold]
     fn end(&self) {
         if let Some(dry_run) = &self.made.runtime.dry_run {
-            dry_run.dropped(self.origin());
+            dry_run.dropped(self.dry_run_array());
         }
         self.shards.iter().for_each(|shard| shard.slot.leave());
     }

@@ -390,6 +390,14 @@ impl Placed {
         (self.origin.op, self.origin.leaf)
     }
 
+    /// Returns the array as a dry run knows it.
+    pub(crate) fn dry_run_array(&self) -> mpmd_record::dry_run::Array {
+        mpmd_record::dry_run::Array {
+            operation: self.origin.op,
+            result: self.origin.leaf,
+        }
+    }
+
     /// Describes the array for messages: dtype and shape, operation, line.
     pub(crate) fn describe(&self) -> String {
         let Origin { op, at, .. } = &self.origin;

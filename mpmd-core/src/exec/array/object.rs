@@ -107,9 +107,18 @@ impl NewObject {
     }
 
     /// Returns an error if the value reports more bytes than `declared`.
-    pub(crate) fn check(&self, declared: u64) -> Result<(), String> {
+    pub(crate) fn check(&self, declared: u64) -> Result<(), ObjectTooLarge> {
         check(self.measure, &*self.value, declared, self.type_name)
     }
+}
+
+/// An object that reports more bytes than were declared for it.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("the object {type_name} reports {reported} bytes, but {declared} are declared")]
+pub(crate) struct ObjectTooLarge {
+    type_name: &'static str,
+    reported: u64,
+    declared: u64,
 }
 
 impl ObjectCell {
@@ -129,7 +138,7 @@ impl ObjectCell {
     }
 
     /// Returns an error if the value reports more bytes than were declared for it.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), ObjectTooLarge> {
         let content = self.content.lock();
         let Some(value) = &content.value else {
             return Ok(());
@@ -211,12 +220,14 @@ fn check(
     measure: Option<Measure>,
     value: &(dyn Any + Send),
     declared: u64,
-    type_name: &str,
-) -> Result<(), String> {
+    type_name: &'static str,
+) -> Result<(), ObjectTooLarge> {
     match measure.map(|measure| measure(value)) {
-        Some(reported) if reported > declared => Err(format!(
-            "the object {type_name} reports {reported} bytes, but {declared} are declared"
-        )),
+        Some(reported) if reported > declared => Err(ObjectTooLarge {
+            type_name,
+            reported,
+            declared,
+        }),
         _ => Ok(()),
     }
 }

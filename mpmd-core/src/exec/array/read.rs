@@ -177,7 +177,7 @@ impl MpmdArray {
         if let Repr::Placed(placed) = &self.repr
             && let Some(dry_run) = &placed.made.runtime.dry_run
         {
-            dry_run.read(placed.origin(), values, at);
+            dry_run.read(placed.dry_run_array(), values, at);
         }
     }
 

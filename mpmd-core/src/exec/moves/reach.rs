@@ -86,11 +86,10 @@ impl Runtime {
             .filter(|peer| *peer != self.me);
         let others = others.filter(|peer| self.topology.has_accelerator(*peer));
 
-        let (in_place, through_host): (Vec<_>, Vec<_>) = others
-            .map(|peer| (peer.0, self.carries_device_memory(peer)))
-            .partition(|(_, carries)| *carries);
+        let (in_place, through_host) =
+            others.partition::<Vec<_>, _>(|peer| self.carries_device_memory(*peer));
         let [in_place, through_host] = [in_place, through_host]
-            .map(|peers| peers.into_iter().map(|(peer, _)| peer).collect::<Vec<_>>());
+            .map(|peers| peers.into_iter().map(|peer| peer.0).collect::<Vec<_>>());
         let process = self.me.0;
         tracing::info!(
             process,

@@ -240,7 +240,7 @@ impl Receive {
                 .pack_and_offer(runtime, peers, bytes.clone(), source.clone());
         }
 
-        let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
+        let (whole, others) = (0..shards.len()).partition::<Vec<_>, _>(|at| in_place(*at));
         for at in others {
             shards[at].place(runtime, transfer, bytes.clone(), source.clone(), guard);
         }

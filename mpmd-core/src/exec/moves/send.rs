@@ -45,8 +45,8 @@ impl Send {
                 // Peers with zero-copy transfer get the whole shard and read the region from it.
                 // The others get the region packed.
                 let zero_copy = |peer: &ProcessId| runtime.zero_copy(*peer);
-                let (takers, others): (Vec<_>, Vec<_>) =
-                    self.transfer.peers.iter().copied().partition(zero_copy);
+                let peers = self.transfer.peers.iter().copied();
+                let (takers, others) = peers.partition::<Vec<_>, _>(zero_copy);
                 self.offer(&runtime, &takers, buffer.clone());
                 if !others.is_empty() {
                     self.pack_and_offer(&runtime, others, buffer.clone(), None);
@@ -60,8 +60,8 @@ impl Send {
     /// soon as the device can. If the shard fails, the peers are told.
     pub(crate) fn begin_from_accelerator(self, runtime: &Arc<Runtime>, slot: &AsyncBuffer) {
         let carried = |peer: &ProcessId| runtime.carries_device_memory(*peer);
-        let (takers, others): (Vec<_>, Vec<_>) =
-            self.transfer.peers.iter().copied().partition(carried);
+        let peers = self.transfer.peers.iter().copied();
+        let (takers, others) = peers.partition::<Vec<_>, _>(carried);
 
         if !takers.is_empty() {
             let send = self.clone();

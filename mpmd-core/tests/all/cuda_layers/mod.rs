@@ -177,7 +177,7 @@ fn wrong_arguments_are_refused_by_name() {
             eps: 1e-5,
             remove_mean: true,
         };
-        norm.forward(cuda, &x[0], (x[0].at(0), None), out, statistics)
+        norm.forward(cuda, &x[0], x[0].at(0), None, out, statistics)
     });
     assert!(
         norm.contains("norm: x has 12 elements: expected 16"),
@@ -187,7 +187,7 @@ fn wrong_arguments_are_refused_by_name() {
         layers::activate(
             cuda,
             layers::ActivationCurve::Gelu,
-            (1, 4),
+            layers::MatrixShape::new(1, 4),
             &x[1],
             None,
             &mut y[0],

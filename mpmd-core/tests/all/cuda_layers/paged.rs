@@ -1,7 +1,7 @@
 //! Attention to keys and values in blocks.
 
 use super::*;
-use layers::{Heads, PagedKeysValues, PagedTokens};
+use layers::{AttentionScores, Heads, PagedKeysValues, PagedTokens};
 
 /// Heads, groups and elements of a vector.
 const SIZES: [usize; 3] = [4, 2, 24];
@@ -80,7 +80,12 @@ fn run(
             let part = |at| Heads::new(x[0].at(first * row + at * dim), [0, row, dim]);
             let out = Heads::new(out.at(first * heads * dim), [0, heads * dim, dim]);
             cache.write(cuda, &rows, part(heads), part(heads + groups))?;
-            cache.attend(cuda, &rows, heads, (0.6, cap, window), part(0), out)?;
+            let scores = AttentionScores {
+                scale: 0.6,
+                cap,
+                window,
+            };
+            cache.attend(cuda, &rows, heads, scores, part(0), out)?;
             first += tokens;
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! Activations, sums and conversions.
 
 use super::*;
-use layers::{ActivationCurve, add_to};
+use layers::{ActivationCurve, GateHalves, MatrixShape, add_to};
 
 const CURVES: [ActivationCurve; 3] = [
     ActivationCurve::Gelu,
@@ -53,7 +53,7 @@ fn activations_and_slopes_are_exact() {
                     let [out, plain, d_x] = y else {
                         panic!("three outputs")
                     };
-                    let (bias, size) = (Some(x[1].at(0)), (rows, width));
+                    let (bias, size) = (Some(x[1].at(0)), MatrixShape::new(rows, width));
                     layers::activate(cuda, curve, size, &x[0], bias, &mut *out)?;
                     layers::activate(cuda, curve, size, &x[0], None, plain)?;
                     cuda.copy(&*out, &mut *d_x)?;
@@ -92,8 +92,9 @@ fn activations_end_in_lines() {
             &outputs,
             move |cuda, x, y| {
                 let [y, d_x] = y else { panic!("two outputs") };
-                layers::activate(cuda, curve, (1, 4), &x[0], None, &mut *y)?;
-                layers::activate_backward(cuda, curve, (1, 4), &x[0], None, &x[0], d_x)
+                let size = MatrixShape::new(1, 4);
+                layers::activate(cuda, curve, size, &x[0], None, &mut *y)?;
+                layers::activate_backward(cuda, curve, size, &x[0], None, &x[0], d_x)
             },
         );
         let [y, d_x] = [&y[0], &y[1]].map(|y| y.to_vec::<f32>().unwrap());
@@ -127,7 +128,7 @@ fn biases_and_residuals_are_added() {
                     let [all, biased, sum] = y else {
                         panic!("three outputs")
                     };
-                    let (size, bias) = ((rows, width), Some(x[2].at(0)));
+                    let (size, bias) = (MatrixShape::new(rows, width), Some(x[2].at(0)));
                     layers::add_bias(cuda, size, &x[0], bias, Some(x[1].at(0)), all)?;
                     layers::add_bias(cuda, size, &x[0], bias, None, biased)?;
                     // In place.
@@ -164,14 +165,23 @@ fn gates_and_their_gradients_are_exact() {
                 let inputs = [x.clone(), d_y.clone()];
                 let y = device(&layers::ACTIVATION, &inputs, &outputs, move |cuda, x, y| {
                     let [y, d_x] = y else { panic!("two outputs") };
-                    let halves = ([x[0].at(0), x[0].at(width)], 2 * width);
-                    layers::gate(cuda, curve, (rows, width), halves, y)?;
+                    let size = MatrixShape::new(rows, width);
+                    let halves = GateHalves {
+                        a: x[0].at(0),
+                        b: x[0].at(width),
+                        stride: 2 * width,
+                    };
+                    layers::gate(cuda, curve, size, halves, y)?;
                     // In place.
                     cuda.copy(&x[0], &mut *d_x)?;
                     let d_x = d_x.at(0);
-                    let halves = [d_x, d_x.at(width)];
-                    let from = (halves, 2 * width);
-                    layers::gate_backward(cuda, curve, (rows, width), from, &x[1], halves)
+                    let results = [d_x, d_x.at(width)];
+                    let halves = GateHalves {
+                        a: d_x,
+                        b: d_x.at(width),
+                        stride: 2 * width,
+                    };
+                    layers::gate_backward(cuda, curve, size, halves, &x[1], results)
                 });
                 let (mut out, mut d_x) = (Vec::new(), Vec::new());
                 for (row, d) in exact.chunks(2 * width).zip(d.chunks(width)) {
@@ -276,7 +286,7 @@ fn dropout_keeps_the_elements_that_the_host_keeps() {
                 &layers::ELEMENTWISE,
                 &[x],
                 &[shape(dtype, n)],
-                move |cuda, x, y| layers::dropout(cuda, n, (key, drop_p), &x[0], &mut y[0]),
+                move |cuda, x, y| layers::dropout(cuda, n, key, drop_p, &x[0], &mut y[0]),
             );
             let scale = (65536.0 / (65536.0 - limit as f64)) as f32;
             let kept = (0..n).map(|i| {

@@ -55,7 +55,7 @@ fn norm(dtype: DType, norm: CudaNorm) {
                 panic!("five outputs")
             };
             let bias = remove_mean.then(|| x[2].at(0));
-            norm.forward(cuda, &x[0], (x[1].at(0), bias), y, &mut *statistics)?;
+            norm.forward(cuda, &x[0], x[1].at(0), bias, y, &mut *statistics)?;
             cuda.copy(&x[0], &mut *d_x)?;
             norm.backward(cuda, &x[0], &x[1], &x[3], &*statistics, add_to(d_x))?;
             // Twice the bias gradient.
@@ -118,9 +118,19 @@ fn column_sums_are_exact() {
                 let [once, twice] = y else {
                     panic!("two outputs")
                 };
-                layers::sum_rows(cuda, (rows, width), &x[0], once)?;
-                layers::sum_rows(cuda, (rows, width), &x[0], &mut *twice)?;
-                layers::sum_rows(cuda, (rows, width), &x[0], add_to(twice))
+                layers::sum_rows(cuda, layers::MatrixShape::new(rows, width), &x[0], once)?;
+                layers::sum_rows(
+                    cuda,
+                    layers::MatrixShape::new(rows, width),
+                    &x[0],
+                    &mut *twice,
+                )?;
+                layers::sum_rows(
+                    cuda,
+                    layers::MatrixShape::new(rows, width),
+                    &x[0],
+                    add_to(twice),
+                )
             });
             let sum = |i: usize| exact.iter().skip(i).step_by(width).sum::<f64>();
             let sums: Vec<f64> = (0..width).map(sum).collect();
@@ -140,7 +150,7 @@ fn column_sums_are_exact() {
         &[shape(DType::F32, 3)],
         |cuda, _, y| {
             let empty = cuda.scratch(DType::F32, 0)?;
-            layers::sum_rows(cuda, (0, 3), &empty, &mut y[0])
+            layers::sum_rows(cuda, layers::MatrixShape::new(0, 3), &empty, &mut y[0])
         },
     );
     assert_eq!(none[0].to_vec::<f32>().unwrap(), [0.0; 3]);
@@ -296,7 +306,8 @@ fn cross_entropy(dtype: DType, rows: usize, classes: usize, with_weights: bool) 
             cuda,
             d_logits,
             &*normalizers,
-            (3.0, Some(x[3].at(0))),
+            3.0,
+            Some(x[3].at(0)),
             d_logits,
         )
     });
@@ -391,11 +402,24 @@ fn softmax(dtype: DType, rows: usize, width: usize, is_log: bool) {
         &outputs,
         move |cuda, x, y| {
             let [out, d_x] = y else { panic!("two outputs") };
-            layers::softmax(cuda, (rows, width), is_log, &x[0], out)?;
+            layers::softmax(
+                cuda,
+                layers::MatrixShape::new(rows, width),
+                is_log,
+                &x[0],
+                out,
+            )?;
             // In place.
             cuda.copy(&x[2], &mut *d_x)?;
             let d_x = d_x.at(0);
-            layers::softmax_backward(cuda, (rows, width), is_log, &x[1], d_x, d_x)
+            layers::softmax_backward(
+                cuda,
+                layers::MatrixShape::new(rows, width),
+                is_log,
+                &x[1],
+                d_x,
+                d_x,
+            )
         },
     );
     let mut d_x = Vec::new();

@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::ACTIVATION;
 
-use super::{Cuda, CudaPart, LayerCall, ResultTarget, args, fours, product};
+use super::{Cuda, CudaPart, LayerCall, MatrixShape, ResultTarget, args, fours, product};
 use crate::error::Result;
 
 /// A function of one number.
@@ -36,7 +36,7 @@ impl ActivationCurve {
 pub fn activate<'x>(
     cuda: &Cuda<'_>,
     curve: ActivationCurve,
-    (rows, width): (usize, usize),
+    shape: MatrixShape,
     x: impl Into<CudaPart<'x>>,
     bias: Option<CudaPart<'x>>,
     y: impl Into<CudaPart<'x>>,
@@ -45,7 +45,8 @@ pub fn activate<'x>(
     let y = y.into();
 
     let call = LayerCall::new(cuda, "activation", &ACTIVATION, &x)?;
-    let all = product(&[rows, width]);
+    let MatrixShape { rows, width } = shape;
+    let all = shape.elements();
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     bias.iter()
         .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
@@ -64,7 +65,7 @@ pub fn activate<'x>(
 pub fn activate_backward<'x>(
     cuda: &Cuda<'_>,
     curve: ActivationCurve,
-    (rows, width): (usize, usize),
+    shape: MatrixShape,
     x: impl Into<CudaPart<'x>>,
     bias: Option<CudaPart<'x>>,
     d_y: impl Into<CudaPart<'x>>,
@@ -75,7 +76,8 @@ pub fn activate_backward<'x>(
     let ResultTarget { part: d_x, adds } = d_x.into();
 
     let call = LayerCall::new(cuda, "gradient of an activation", &ACTIVATION, &x)?;
-    let all = product(&[rows, width]);
+    let MatrixShape { rows, width } = shape;
+    let all = shape.elements();
     call.has(&[("x", &x, all), ("d_y", &d_y, all), ("d_x", &d_x, all)])?;
     bias.iter()
         .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
@@ -94,9 +96,19 @@ pub fn activate_backward<'x>(
     call.over("activate_backward", fours(rows, width), args)
 }
 
-/// Computes `y = curve(a) b`. All are `[rows, width]`; rows of `a` and `b` begin `stride` elements
-/// apart. So the halves `a` and `b` of rows of `2 * width` have that stride, and `b` begins at
-/// element `width`.
+/// The inputs of a gate, `curve(a) b`. Halves of rows of `2 * width` elements have that stride, and
+/// `b` begins at element `width`.
+#[derive(Clone, Copy, Debug)]
+pub struct GateHalves<'a> {
+    /// The input of the curve.
+    pub a: CudaPart<'a>,
+    /// The factor of the curve's value.
+    pub b: CudaPart<'a>,
+    /// Elements between the beginnings of two rows of `a`, and of `b`.
+    pub stride: usize,
+}
+
+/// Computes `y = curve(a) b`. All are `[rows, width]`.
 ///
 /// # Errors
 ///
@@ -104,18 +116,20 @@ pub fn activate_backward<'x>(
 pub fn gate<'x>(
     cuda: &Cuda<'_>,
     curve: ActivationCurve,
-    (rows, width): (usize, usize),
-    ([a, b], stride): ([CudaPart<'x>; 2], usize),
+    shape: MatrixShape,
+    halves: GateHalves<'x>,
     y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
+    let GateHalves { a, b, stride } = halves;
     let y = y.into();
 
     let call = LayerCall::new(cuda, "gate", &ACTIVATION, &a)?;
+    let MatrixShape { rows, width } = shape;
     let last = in_rows(rows, width, stride);
     call.has(&[
         ("a", &a, last),
         ("b", &b, last),
-        ("y", &y, product(&[rows, width])),
+        ("y", &y, shape.elements()),
     ])?;
     call.writes(&[&y])?;
 
@@ -132,14 +146,16 @@ pub fn gate<'x>(
 pub fn gate_backward<'x>(
     cuda: &Cuda<'_>,
     curve: ActivationCurve,
-    (rows, width): (usize, usize),
-    ([a, b], stride): ([CudaPart<'x>; 2], usize),
+    shape: MatrixShape,
+    halves: GateHalves<'x>,
     d_y: impl Into<CudaPart<'x>>,
     [d_a, d_b]: [CudaPart<'x>; 2],
 ) -> Result<()> {
+    let GateHalves { a, b, stride } = halves;
     let d_y = d_y.into();
 
     let call = LayerCall::new(cuda, "gradient of a gate", &ACTIVATION, &a)?;
+    let MatrixShape { rows, width } = shape;
     let last = in_rows(rows, width, stride);
     call.has(&[
         ("a", &a, last),
@@ -147,7 +163,7 @@ pub fn gate_backward<'x>(
         ("d_a", &d_a, last),
         ("d_b", &d_b, last),
     ])?;
-    call.has(&[("d_y", &d_y, product(&[rows, width]))])?;
+    call.has(&[("d_y", &d_y, shape.elements())])?;
     call.writes(&[&d_a, &d_b])?;
 
     let args = args![rows, width, stride, curve.number(), a, b, d_y, d_a, d_b];

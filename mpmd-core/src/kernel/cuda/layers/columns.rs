@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::COLUMNS;
 
-use super::{Cuda, CudaPart, Grid, LayerCall, ResultTarget, args, product};
+use super::{Cuda, CudaPart, Grid, LayerCall, MatrixShape, ResultTarget, args, product};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
@@ -50,13 +50,14 @@ impl RowChunks {
 /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
 pub fn sum_rows<'x>(
     cuda: &Cuda<'_>,
-    (rows, width): (usize, usize),
+    shape: MatrixShape,
     x: impl Into<CudaPart<'x>>,
     sums: impl Into<ResultTarget<'x>>,
 ) -> Result<()> {
     let x = x.into();
     let call = LayerCall::new(cuda, "sum of rows", &COLUMNS, &x)?;
-    let all = product(&[rows, width]);
+    let MatrixShape { rows, width } = shape;
+    let all = shape.elements();
     call.has(&[("x", &x, all)])?;
 
     let chunks = RowChunks::of(rows);

@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::ELEMENTWISE;
 
-use super::{Cuda, CudaPart, LayerCall, args, fours, product};
+use super::{Cuda, CudaPart, LayerCall, MatrixShape, args, fours};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 use mpmd_layout::random::Key;
@@ -19,7 +19,14 @@ pub fn add<'x>(
     b: impl Into<CudaPart<'x>>,
     y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
-    add_bias(cuda, (1, elements), a, None, Some(b.into()), y)
+    add_bias(
+        cuda,
+        MatrixShape::new(1, elements),
+        a,
+        None,
+        Some(b.into()),
+        y,
+    )
 }
 
 /// Computes `y = x + bias + residual`, where either may be absent. `x`, `residual` and `y` are
@@ -30,7 +37,7 @@ pub fn add<'x>(
 /// If lengths or dtypes do not fit, or the driver refuses.
 pub fn add_bias<'x>(
     cuda: &Cuda<'_>,
-    (rows, width): (usize, usize),
+    shape: MatrixShape,
     x: impl Into<CudaPart<'x>>,
     bias: Option<CudaPart<'x>>,
     residual: Option<CudaPart<'x>>,
@@ -40,7 +47,8 @@ pub fn add_bias<'x>(
     let y = y.into();
 
     let call = LayerCall::new(cuda, "sum", &ELEMENTWISE, &x)?;
-    let all = product(&[rows, width]);
+    let MatrixShape { rows, width } = shape;
+    let all = shape.elements();
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     bias.iter()
         .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
@@ -134,7 +142,8 @@ pub fn convert<'x>(
 pub fn dropout<'x>(
     cuda: &Cuda<'_>,
     elements: usize,
-    (key, drop_p): (Key, f32),
+    key: Key,
+    drop_p: f32,
     x: impl Into<CudaPart<'x>>,
     y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {

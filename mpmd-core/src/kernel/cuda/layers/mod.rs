@@ -20,7 +20,9 @@ mod paged_attention;
 mod rotary;
 mod softmax;
 
-pub use activation::{ActivationCurve, activate, activate_backward, gate, gate_backward};
+pub use activation::{
+    ActivationCurve, GateHalves, activate, activate_backward, gate, gate_backward,
+};
 pub use attention::{CudaAttention, CudaMask, Heads};
 pub use columns::sum_rows;
 pub use elementwise::{add, add_bias, add_scaled, convert, dropout};
@@ -30,7 +32,7 @@ pub use mpmd_device::cuda::kernels::{
     PAGED, ROTARY, SOFTMAX, SourcePair,
 };
 pub use norm::CudaNorm;
-pub use paged_attention::{PagedKeysValues, PagedTokens};
+pub use paged_attention::{AttentionScores, PagedKeysValues, PagedTokens};
 pub use rotary::{Rotary, RotaryAngles};
 pub use softmax::{CudaCrossEntropy, softmax, softmax_backward};
 
@@ -54,6 +56,27 @@ pub fn sources(dtype: DType, dim: usize) -> Vec<&'static Source> {
 
     let all = pairs.into_iter().chain(attention::source(dim));
     all.filter_map(|pair| pair.of(dtype)).collect()
+}
+
+/// The shape of a matrix, `[rows, width]`.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct MatrixShape {
+    /// Number of rows.
+    pub rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+}
+
+impl MatrixShape {
+    /// Creates the shape of `rows` rows of `width` elements each.
+    pub fn new(rows: usize, width: usize) -> Self {
+        Self { rows, width }
+    }
+
+    /// Returns the number of elements. One that is too large for a `usize` is the largest `usize`.
+    fn elements(self) -> usize {
+        product(&[self.rows, self.width])
+    }
 }
 
 /// The place of a result. Its old values are overwritten, unless it is made by [`add_to`].

@@ -33,7 +33,8 @@ impl CudaNorm {
         &self,
         cuda: &Cuda<'_>,
         x: impl Into<CudaPart<'x>>,
-        (weight, bias): (CudaPart<'x>, Option<CudaPart<'x>>),
+        weight: CudaPart<'x>,
+        bias: Option<CudaPart<'x>>,
         y: impl Into<CudaPart<'x>>,
         statistics: impl Into<CudaPart<'x>>,
     ) -> Result<()> {

@@ -28,6 +28,17 @@ pub struct PagedKeysValues<'a> {
     pub values: CudaPart<'a>,
 }
 
+/// The function of the scores of queries and keys, and the number of keys that a query sees.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionScores {
+    /// Factor of the products of queries and keys.
+    pub scale: f32,
+    /// A scaled score `x` becomes `cap tanh(x / cap)`.
+    pub cap: Option<f32>,
+    /// Number of keys that a query sees, its own included. `None` for all.
+    pub window: Option<usize>,
+}
+
 /// The tokens of a pass, of any sequences. All numbers are `u32`.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedTokens<'a> {
@@ -90,10 +101,9 @@ impl PagedKeysValues<'_> {
     }
 
     /// Computes the causal attention of the queries of a pass, for `heads` heads, to the keys that
-    /// were written before. Each head of keys serves as many consecutive heads. `window` is the
-    /// number of keys that a query sees, its own included. A token's result has the same bits
-    /// whatever else is in the pass, and however its sequence was divided over passes. A key whose
-    /// block does not exist gives NaN.
+    /// were written before. Each head of keys serves as many consecutive heads. A token's result has
+    /// the same bits whatever else is in the pass, and however its sequence was divided over
+    /// passes. A key whose block does not exist gives NaN.
     ///
     /// # Errors
     ///
@@ -104,7 +114,7 @@ impl PagedKeysValues<'_> {
         cuda: &Cuda<'_>,
         rows: &PagedTokens<'x>,
         heads: usize,
-        (scale, cap, window): (f32, Option<f32>, Option<usize>),
+        scores: AttentionScores,
         q: Heads<'x>,
         out: Heads<'x>,
     ) -> Result<()> {
@@ -127,6 +137,7 @@ impl PagedKeysValues<'_> {
         call.writes(&[&out.part])?;
 
         let parts = product(&[rows.most, BLOCK]).div_ceil(KEYS);
+        let AttentionScores { scale, cap, window } = scores;
         let window = window.unwrap_or(usize::MAX);
         let each = product(&[heads, parts, dim + 2]);
         if product(&[rows.tokens, heads, dim, parts]) == 0 {

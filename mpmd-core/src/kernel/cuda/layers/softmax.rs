@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::SOFTMAX;
 
-use super::{Cuda, CudaPart, LayerCall, args, product};
+use super::{Cuda, CudaPart, LayerCall, MatrixShape, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
@@ -14,7 +14,7 @@ use mpmd_layout::aval::DType;
 /// If lengths or dtypes do not fit, or the driver refuses.
 pub fn softmax<'x>(
     cuda: &Cuda<'_>,
-    (rows, width): (usize, usize),
+    shape: MatrixShape,
     is_log: bool,
     x: impl Into<CudaPart<'x>>,
     y: impl Into<CudaPart<'x>>,
@@ -23,7 +23,8 @@ pub fn softmax<'x>(
     let y = y.into();
 
     let call = LayerCall::new(cuda, "softmax", &SOFTMAX, &x)?;
-    let all = product(&[rows, width]);
+    let MatrixShape { rows, width } = shape;
+    let all = shape.elements();
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     call.writes(&[&y])?;
 
@@ -39,7 +40,7 @@ pub fn softmax<'x>(
 /// If lengths or dtypes do not fit, or the driver refuses.
 pub fn softmax_backward<'x>(
     cuda: &Cuda<'_>,
-    (rows, width): (usize, usize),
+    shape: MatrixShape,
     is_log: bool,
     y: impl Into<CudaPart<'x>>,
     d_y: impl Into<CudaPart<'x>>,
@@ -50,7 +51,8 @@ pub fn softmax_backward<'x>(
     let d_x = d_x.into();
 
     let call = LayerCall::new(cuda, "gradient of a softmax", &SOFTMAX, &y)?;
-    let all = product(&[rows, width]);
+    let MatrixShape { rows, width } = shape;
+    let all = shape.elements();
     call.has(&[("y", &y, all), ("d_y", &d_y, all), ("d_x", &d_x, all)])?;
     call.writes(&[&d_x])?;
 
@@ -130,7 +132,8 @@ impl CudaCrossEntropy<'_> {
         cuda: &Cuda<'_>,
         logits: impl Into<CudaPart<'x>>,
         normalizers: impl Into<CudaPart<'x>>,
-        (scale, d_loss): (f32, Option<CudaPart<'x>>),
+        scale: f32,
+        d_loss: Option<CudaPart<'x>>,
         d_logits: impl Into<CudaPart<'x>>,
     ) -> Result<()> {
         let logits = logits.into();
