@@ -423,6 +423,13 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/first-program.md")]
     pub mod first_program {}
 
+    #[doc = include_str!("../../docs/guide/from-python.md")]
+    pub mod from_python {}
+
+    #[cfg(feature = "candle")]
+    #[doc = include_str!("../../docs/guide/from-sockets.md")]
+    pub mod from_sockets {}
+
     #[doc = include_str!("../../docs/guide/generate.md")]
     pub mod generate {}
 
@@ -455,6 +462,9 @@ pub mod guide {
 
     #[doc = include_str!("../../docs/guide/serve.md")]
     pub mod serve {}
+
+    #[doc = include_str!("../../docs/guide/sharding-and-layouts.md")]
+    pub mod sharding_and_layouts {}
 
     #[doc = include_str!("../../docs/guide/sharding-rules.md")]
     pub mod sharding_rules {}
