@@ -391,6 +391,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/arrays-and-moves.md")]
     pub mod arrays_and_moves {}
 
+    #[doc = include_str!("../../docs/guide/beside-others.md")]
+    pub mod beside_others {}
+
     #[doc = include_str!("../../docs/guide/benchmarks.md")]
     pub mod benchmarks {}
 
@@ -450,6 +453,9 @@ pub mod guide {
 
     #[doc = include_str!("../../docs/guide/plan-json.md")]
     pub mod plan_json {}
+
+    #[doc = include_str!("../../docs/guide/production.md")]
+    pub mod production {}
 
     #[doc = include_str!("../../docs/guide/recovery.md")]
     pub mod recovery {}

@@ -12,7 +12,7 @@ use mpmd_schedule::simulate::{SimulateError, SimulatedSchedule, simulate_lowered
 use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, lower};
 
 use crate::schedule::{
-    built_in, check_numbers, is_file, read_costs, read_text, step_length, units,
+    built_in, check_numbers, is_file, read_costs, read_text, round, step_length, units,
 };
 
 /// Arguments of `mpmd check` on a schedule.
@@ -380,15 +380,6 @@ impl Findings {
             };
         }
     }
-}
-
-/// Rounds to six significant digits.
-fn round(value: f64) -> f64 {
-    if value == 0.0 || !value.is_finite() {
-        return value;
-    }
-    let scale = 10f64.powi(5 - value.abs().log10().floor() as i32);
-    (value * scale).round() / scale
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use crate::files::{say, write, write_output};
 use crate::trace_events::trace_events;
 use source::ScheduleSource;
 pub(crate) use source::{built_in, check_numbers, is_file, read_costs, read_text};
-pub(crate) use table::{step_length, units};
+pub(crate) use table::{round, step_length, units};
 
 /// The exit status for wrong arguments or files.
 const WRONG: u8 = 2;

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use mpmd_launch::printable;
 use mpmd_schedule::{Builtin, Costs, Dialect, Schedule, ScheduleText, by_cost, is_by_cost};
 
-use super::{RequestedDialect, ScheduleArgs, units};
+use super::{RequestedDialect, ScheduleArgs, round, units};
 use crate::files::{note, read};
 
 /// A schedule with the text and costs from which it is shown.
@@ -73,14 +73,14 @@ impl ScheduleSource {
         let found = by_cost(ranks, microbatches, args.chunks, costs, args.budget)?;
         let unit = printable(units(costs.map_or("unit", |costs| &costs.unit)));
         note(&format!(
-            "{}: {:.6} {unit}",
+            "{}: {} {unit}",
             found.schedule.name(),
-            found.makespan
+            round(found.makespan)
         ));
 
         for (name, makespan) in &found.fixed {
             match makespan {
-                Some(makespan) => note(&format!("{name}: {makespan:.6} {unit}")),
+                Some(makespan) => note(&format!("{name}: {} {unit}", round(*makespan))),
                 None => note(&format!("{name}: beyond the budget")),
             }
         }

@@ -151,6 +151,15 @@ fn axis(from: usize, until: usize, scale: f64) -> String {
     text
 }
 
+/// Rounds to six significant digits.
+pub(crate) fn round(value: f64) -> f64 {
+    if value == 0.0 || !value.is_finite() {
+        return value;
+    }
+    let scale = 10f64.powi(5 - value.abs().log10().floor() as i32);
+    (value * scale).round() / scale
+}
+
 /// Formats a number with at most four decimals, without trailing zeros.
 fn number(value: f64) -> String {
     let text = format!("{value:.4}");
