@@ -39,7 +39,8 @@ pub struct CellFault {
     pub problem: CellProblem,
 }
 
-/// A reason why a cell or a line is not in the format. Parts of the text are cut to 40 characters.
+/// A reason why a cell or a line is not in the format. Unknown parts of the text are cut to 40
+/// characters.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CellProblem {
@@ -61,7 +62,7 @@ pub enum CellProblem {
         /// The number of empty cells.
         cells: usize,
     },
-    /// A text with sends and receives has an empty cell before another one.
+    /// A text with sends and receives has an empty cell before one that is not empty.
     #[error("a compute_comms text has no empty cells: a wait is not written in it")]
     EmptyCell,
     /// The parenthesis of an overlapped pair is not closed.
