@@ -305,8 +305,8 @@ pub mod pipeline {
         StageProbe, StageSignature, StepOutput,
     };
     pub use mpmd_schedule::{
-        Action, ActionKind, Builtin, Cell, CellFault, Dialect, Entry, LowerError, Lowered,
-        Schedule, ScheduleError, ScheduleText, StagePlacement, Step, StepKind, TextError,
+        Action, ActionKind, Builtin, Cell, CellFault, CellProblem, Dialect, Entry, LowerError,
+        Lowered, Schedule, ScheduleError, ScheduleText, StagePlacement, Step, StepKind, TextError,
     };
 }
 
@@ -318,11 +318,11 @@ pub mod dry_run {
     //! far. `mpmd check` is made of it.
 
     pub use mpmd_record::dry_run::{
-        Array, Computed, DeviceMemoryUse, Dropped, DryRun, DryRunEnd, DryRunError, DryRunFlow,
-        DryRunMemory, IssuedOperation, MemoryPeak, MessageTotals, OpDescriptor, OpKind, OpMessage,
-        Read, ResultShard, RunParting, SentMessages, ShardMemory, StepEnd, TakenArray,
+        Array, Computed, DeviceMemoryUse, Dropped, DryRun, DryRunEnd, DryRunError, DryRunFault,
+        DryRunFlow, DryRunMemory, IssuedOperation, MemoryPeak, MessageTotals, OpDescriptor, OpKind,
+        OpMessage, Read, ResultShard, RunParting, SentMessages, ShardMemory, StepEnd, TakenArray,
     };
-    pub use mpmd_schedule::flow::{Flow, FlowError, Leaves, Node, Post, Transfer};
+    pub use mpmd_schedule::flow::{Flow, FlowError, Leaves, Node, Post, StepProblem, Transfer};
 }
 
 pub mod launch {

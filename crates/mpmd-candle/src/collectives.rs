@@ -303,7 +303,7 @@ impl CustomOp1 for CollectiveOp {
     }
 
     fn cuda_fwd(&self, values: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda_layers::collective((&self.axis, self.step), values, layout)
+        cuda_layers::collective(&self.axis, self.step, values, layout)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

@@ -13,7 +13,8 @@ use crate::exchange::CollectiveStep;
 
 /// Runs a collective over the first dimension of contiguous values on a CUDA device.
 pub(crate) fn collective(
-    (axis, _): (&str, CollectiveStep),
+    axis: &str,
+    _: CollectiveStep,
     _: &CudaStorage,
     _: &Layout,
 ) -> Result<(CudaStorage, Shape)> {
@@ -62,7 +63,8 @@ pub(crate) fn norm(
     _: &Tensor,
     _: &Tensor,
     _: Option<&Tensor>,
-    _: (bool, f64),
+    _: bool,
+    _: f64,
 ) -> Option<Result<Tensor>> {
     None
 }

@@ -464,7 +464,7 @@ fn packed_linear_equals_the_plain_one() {
                 values.copy_from_slice(&part.to_vec1::<f32>()?);
                 Result::Ok(())
             };
-            let of_rows = nn::PackedLinear::of_rows((rows, columns), in_half, read).unwrap();
+            let of_rows = nn::PackedLinear::of_rows(rows, columns, in_half, read).unwrap();
             assert_eq!(
                 doubles(&of_rows.rows(&indices).unwrap()),
                 doubles(&expected)

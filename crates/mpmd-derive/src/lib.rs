@@ -35,7 +35,11 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
         }
     }
 
-    let parts: Vec<TreeField> = fields.iter().enumerate().map(TreeField::new).collect();
+    let parts: Vec<TreeField> = fields
+        .iter()
+        .enumerate()
+        .map(|(index, field)| TreeField::new(index, field))
+        .collect();
     let tree = tree_impl(input, &leaf.ident, &parts);
     let prefix = prefix_impls(input, &leaf.ident);
     Ok(quote! {
@@ -198,7 +202,7 @@ struct TreeField {
 }
 
 impl TreeField {
-    fn new((index, field): (usize, &Field)) -> Self {
+    fn new(index: usize, field: &Field) -> Self {
         let Some(ident) = &field.ident else {
             return Self {
                 member: index.into(),

@@ -52,7 +52,9 @@ pub use inference::generator::Generator;
 pub use inference::pass::{InferencePass, MOST_TOKENS, NewSequence, PassChunk, TOP, most_words};
 pub use inference::sample::Sampling;
 pub use inference::stage_times::StageTimes;
-pub use inference::versions::{VersionsState, WeightVersions, next_of_folder, version_number};
+pub use inference::versions::{
+    PublisherState, VersionsState, WeightVersions, next_of_folder, version_number,
+};
 pub use inference::weight_store::WeightType;
 pub use inference::{Choices, Inference, PendingTimes};
 pub use rope::{Rope, RopeAngles, RopePlaces, RopeRotation, Scaling};

@@ -165,7 +165,9 @@ impl Flow {
     }
 }
 
-fn slice(list: &[u32], (first, count): (u32, u32)) -> &[u32] {
+/// Returns the part of `list` that a pair (first index, count) of a node names.
+fn slice(list: &[u32], part: (u32, u32)) -> &[u32] {
+    let (first, count) = part;
     &list[first as usize..(first + count) as usize]
 }
 
@@ -207,8 +209,36 @@ pub enum FlowError {
         /// The step, as in torch's text format.
         step: String,
         /// The problem.
-        problem: String,
+        problem: StepProblem,
     },
+}
+
+/// A reason why a step cannot be on its rank. The text continues a sentence that begins with the
+/// step.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StepProblem {
+    /// Another rank computes the stage.
+    #[error("is of a stage of rank {rank}")]
+    ForeignStage {
+        /// The rank that computes the stage.
+        rank: u32,
+    },
+    /// The rank computes the same step earlier.
+    #[error("is computed twice")]
+    ComputedTwice,
+    /// There is no transfer for a send or a receive.
+    #[error("moves data that one of its two ranks does not compute, or that stays on one rank")]
+    NoTransfer,
+    /// A send or a receive is on the wrong rank.
+    #[error("is for rank {rank}")]
+    ForeignMove {
+        /// The rank that must send or receive.
+        rank: u32,
+    },
+    /// The rank has the same send or receive earlier.
+    #[error("appears twice")]
+    MovedTwice,
 }
 
 /// Decodes the tags of a flow of a schedule. A tag is a packed step.
@@ -386,14 +416,14 @@ impl FlowBuilder {
         Ok(self.flow)
     }
 
-    fn add_nodes(&mut self, rank: u32, step: Step) -> Result<(), String> {
+    fn add_nodes(&mut self, rank: u32, step: Step) -> Result<(), StepProblem> {
         let StepKind::Compute(kind) = step.kind else {
             return Ok(());
         };
 
-        let on = self.rank_of_stage[step.stage as usize];
-        if on != rank {
-            return Err(format!("is of a stage of rank {on}"));
+        let stage_rank = self.rank_of_stage[step.stage as usize];
+        if stage_rank != rank {
+            return Err(StepProblem::ForeignStage { rank: stage_rank });
         }
 
         let at = self.at(step.stage, step.microbatch);
@@ -415,9 +445,15 @@ impl FlowBuilder {
         Ok(())
     }
 
-    fn add_node(&mut self, lane: u32, step: Step, kind: u32, there: u32) -> Result<u32, String> {
+    fn add_node(
+        &mut self,
+        lane: u32,
+        step: Step,
+        kind: u32,
+        there: u32,
+    ) -> Result<u32, StepProblem> {
         if there != NONE {
-            return Err("is computed twice".to_owned());
+            return Err(StepProblem::ComputedTwice);
         }
         let tag = self.names.tag(step.stage, step.microbatch, kind);
         self.flow.nodes.push(Node {
@@ -477,7 +513,12 @@ impl FlowBuilder {
         self.flow.transfers.len() as u32 - 1
     }
 
-    fn add_post(&mut self, rank: u32, step: Step, posted: &mut [[bool; 2]]) -> Result<(), String> {
+    fn add_post(
+        &mut self,
+        rank: u32,
+        step: Step,
+        posted: &mut [[bool; 2]],
+    ) -> Result<(), StepProblem> {
         let (stage, is_send) = match step.kind {
             StepKind::Compute(_) => return Ok(()),
             StepKind::SendForward | StepKind::SendBackward => (Some(step.stage), true),
@@ -495,18 +536,15 @@ impl FlowBuilder {
         let number = stage.map_or(NONE, |stage| list[self.at(stage, step.microbatch)]);
 
         let Some(transfer) = self.flow.transfers.get(number as usize) else {
-            return Err(
-                "moves data that one of its two ranks does not compute, or that stays on one rank"
-                    .to_owned(),
-            );
+            return Err(StepProblem::NoTransfer);
         };
 
         let own = if is_send { transfer.from } else { transfer.to };
         if own != rank {
-            return Err(format!("is for rank {own}"));
+            return Err(StepProblem::ForeignMove { rank: own });
         }
         if std::mem::replace(&mut posted[number as usize][usize::from(is_send)], true) {
-            return Err("appears twice".to_owned());
+            return Err(StepProblem::MovedTwice);
         }
 
         let post = if is_send {
@@ -567,7 +605,7 @@ impl FlowBuilder {
     }
 }
 
-fn wrong(rank: usize, place: usize, step: Step, problem: String) -> FlowError {
+fn wrong(rank: usize, place: usize, step: Step, problem: StepProblem) -> FlowError {
     FlowError::Step {
         rank,
         place,

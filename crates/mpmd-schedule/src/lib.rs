@@ -32,6 +32,6 @@ pub use schedule::{
 };
 pub use search::{SearchOptions, SearchResult, by_cost, is_by_cost, search};
 pub use step::{Step, StepKind};
-pub use text::{Cell, CellFault, Dialect, Entry, ScheduleText, TextError};
+pub use text::{Cell, CellFault, CellProblem, Dialect, Entry, ScheduleText, TextError};
 #[doc(hidden)]
 pub use weight_order::ascending;

@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn steps_with_own_ends_may_overlap() {
-        let mark = |(at, end): (f64, f64)| TimelineMark {
+        let mark = |at: f64, end: f64| TimelineMark {
             at,
             end: Some(end),
             name: at.to_string(),
@@ -302,7 +302,7 @@ mod tests {
         // The second begins while the first still runs. The third begins after a pause. 80 s follow
         // the last.
         let marks = [(0.0, 6.0), (5.0, 8.0), (10.0, 12.0), (12.0, 20.0)]
-            .map(mark)
+            .map(|(at, end)| mark(at, end))
             .to_vec();
         let timeline = Timeline {
             end: 100.0,

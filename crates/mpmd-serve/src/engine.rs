@@ -15,7 +15,7 @@ use mpmd_models::{
 use serde::{Deserialize, Serialize};
 
 use crate::metrics::{EngineFigures, StageFigures};
-use crate::queue::{Awaited, EngineNews, PauseMode, ReplySender, RequestArrivals, Waker};
+use crate::queue::{Awaited, Denied, EngineNews, PauseMode, ReplySender, RequestArrivals, Waker};
 use crate::request::{ReplyEvent, TextRequest, reason};
 use crate::scheduler::{Decision, Scheduler, SchedulerSizes};
 
@@ -364,7 +364,7 @@ impl Engine {
             Some(FolderLoad::Reading(version)) if !state.is_loading && state.newest != version => {
                 let why = state.failure.clone();
                 let why = why.unwrap_or_else(|| "the weights could not be read".to_owned());
-                self.arrivals.loaded(Err(why));
+                self.arrivals.loaded(Err(Denied::Weights(why)));
             }
             load => self.weights.load = load,
         }
@@ -432,7 +432,8 @@ impl Engine {
         self.arrivals.set_versions(versions.clone());
         self.weights.has_room = versions.has_room();
         if self.weights.load.take().is_some() {
-            self.arrivals.loaded(Err("a process was lost".to_owned()));
+            let why = "a process was lost".to_owned();
+            self.arrivals.loaded(Err(Denied::Weights(why)));
         }
 
         self.has_chunk = true;
@@ -510,7 +511,7 @@ impl Engine {
             let request = arrival.request;
             let mut sender = arrival.sender;
             if let Err(why) = self.check(&request, inference) {
-                sender.send(ReplyEvent::Failed(why.into()));
+                sender.send(ReplyEvent::Failed(why.to_string().into()));
                 continue;
             }
             self.scheduler.arrive(self.next, request);
@@ -524,18 +525,16 @@ impl Engine {
         &self,
         request: &TextRequest,
         inference: &Inference,
-    ) -> std::result::Result<(), String> {
+    ) -> std::result::Result<(), RequestFault> {
         let tokens = request.prompt.len();
         let most = self.sizes.positions;
         if tokens == 0 || tokens >= most || request.max_tokens == 0 {
-            return Err(format!(
-                "a prompt of {tokens} tokens: from 1 to {} have room",
-                most - 1
-            ));
+            return Err(RequestFault::PromptLength {
+                tokens,
+                limit: most - 1,
+            });
         }
-        inference
-            .check_tokens(&request.prompt)
-            .map_err(|why| why.to_string())
+        Ok(inference.check_tokens(&request.prompt)?)
     }
 
     fn report(&self) {
@@ -572,6 +571,15 @@ impl StageTotals {
             .map(|at| of(&self.present, at) + of(&self.earlier, at))
             .collect()
     }
+}
+
+/// A reason why a pass with a request could fail.
+#[derive(Debug, thiserror::Error)]
+enum RequestFault {
+    #[error("a prompt of {tokens} tokens: from 1 to {limit} have room")]
+    PromptLength { tokens: usize, limit: usize },
+    #[error(transparent)]
+    Tokens(#[from] Error),
 }
 
 /// True if a pass failed by its own inputs: the processes and the connections are as they were.

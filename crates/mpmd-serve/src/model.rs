@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use mpmd::Result as CoreResult;
+use mpmd::{Error, Result as CoreResult};
 use mpmd_models::{
     ChatMessage, Folder, Sampling, Templates, encode_prompt, has_more_tokens, tokenizer,
 };
@@ -24,7 +24,7 @@ pub struct Model {
     pub(crate) ends: Vec<u32>,
     pub(crate) tokenizer: Arc<Tokenizer>,
     /// The chat templates, or why there is none.
-    templates: Result<Templates, String>,
+    templates: Result<Templates, Arc<Error>>,
     /// The choice of tokens, where a request says nothing.
     pub(crate) sampling: Sampling,
     /// Time of the start, in seconds of Unix.
@@ -55,7 +55,7 @@ impl Model {
             vocab: folder.config().vocab_size,
             ends: folder.end_tokens()?,
             tokenizer: Arc::new(tokenizer(folder)?),
-            templates: Templates::of(folder).map_err(|why| why.to_string()),
+            templates: Templates::of(folder).map_err(Arc::new),
             sampling,
             created: unix_seconds(),
         })
@@ -63,23 +63,23 @@ impl Model {
 
     /// Returns the tokens of a text, with those that the tokenizer puts around it if `special` is
     /// set.
-    pub(crate) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, String> {
-        encode_prompt(&self.tokenizer, text, special).map_err(|why| why.to_string())
+    pub(crate) fn encode(&self, text: &str, special: bool) -> CoreResult<Vec<u32>> {
+        encode_prompt(&self.tokenizer, text, special)
     }
 
     /// True if a long text has more than `most` tokens. False for short ones: their tokens are
     /// cheap.
-    pub(crate) fn is_beyond(&self, text: &str, most: usize) -> Result<bool, String> {
+    pub(crate) fn is_beyond(&self, text: &str, most: usize) -> CoreResult<bool> {
         if text.len() <= LONG_TEXT {
             return Ok(false);
         }
-        has_more_tokens(&self.tokenizer, text, most).map_err(|why| why.to_string())
+        has_more_tokens(&self.tokenizer, text, most)
     }
 
     /// Returns the text with which a conversation goes on.
-    pub(crate) fn rendered(&self, messages: &[ChatMessage]) -> Result<String, String> {
-        let templates = self.templates.as_ref().map_err(Clone::clone)?;
-        templates.prompt(messages).map_err(|why| why.to_string())
+    pub(crate) fn rendered(&self, messages: &[ChatMessage]) -> Result<String, Arc<Error>> {
+        let templates = self.templates.as_ref().map_err(Arc::clone)?;
+        templates.prompt(messages).map_err(Arc::new)
     }
 
     /// True if the tokenizer has the token: a model may have further rows.
@@ -89,10 +89,8 @@ impl Model {
 
     /// Returns the text of tokens, special ones included. Tokens that the tokenizer lacks have
     /// none.
-    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, String> {
-        self.tokenizer
-            .decode(tokens, false)
-            .map_err(|why| why.to_string())
+    pub(crate) fn decode(&self, tokens: &[u32]) -> tokenizers::Result<String> {
+        self.tokenizer.decode(tokens, false)
     }
 }
 

@@ -41,15 +41,29 @@ impl Rate {
                 floor,
                 warmup,
                 total,
-            } => warmed_up(step, (peak, floor), (warmup, total), |done| {
-                0.5 * (1.0 + (PI * done).cos())
-            }),
+            } => {
+                let form = WarmedRate {
+                    peak,
+                    floor,
+                    warmup,
+                    total,
+                };
+                form.at(step, |done| 0.5 * (1.0 + (PI * done).cos()))
+            }
             Self::WarmupLinear {
                 peak,
                 floor,
                 warmup,
                 total,
-            } => warmed_up(step, (peak, floor), (warmup, total), |done| 1.0 - done),
+            } => {
+                let form = WarmedRate {
+                    peak,
+                    floor,
+                    warmup,
+                    total,
+                };
+                form.at(step, |done| 1.0 - done)
+            }
         }
     }
 
@@ -63,27 +77,42 @@ impl Rate {
     }
 }
 
-/// Returns the rate of a step with a linear rise. `fall` maps the finished share of the fall to the
-/// height above the floor, from 1 down to 0.
-fn warmed_up(
-    step: u64,
-    (peak, floor): (f64, f64),
-    (warmup, total): (u64, u64),
-    fall: impl Fn(f64) -> f64,
-) -> f64 {
-    if step < warmup {
-        return peak * step as f64 / warmup as f64;
+/// A rate that rises to its peak linearly, and then falls to its floor.
+struct WarmedRate {
+    peak: f64,
+    floor: f64,
+    /// The step with the peak.
+    warmup: u64,
+    /// The first step with the floor, unless it is that of the peak.
+    total: u64,
+}
+
+impl WarmedRate {
+    /// Returns the rate of a step. `fall` maps the finished share of the fall to the height above
+    /// the floor, from 1 down to 0.
+    fn at(&self, step: u64, fall: impl Fn(f64) -> f64) -> f64 {
+        let Self {
+            peak,
+            floor,
+            warmup,
+            total,
+        } = *self;
+        if step < warmup {
+            return peak * step as f64 / warmup as f64;
+        }
+
+        // Also in the last step.
+        if step == warmup {
+            return peak;
+        }
+        if step >= total {
+            return floor;
+        }
+
+        // `warmup < step < total` here, so the divisor is not zero.
+        let done = (step - warmup) as f64 / (total - warmup) as f64;
+        floor + (peak - floor) * fall(done)
     }
-    // Also in the last step.
-    if step == warmup {
-        return peak;
-    }
-    if step >= total {
-        return floor;
-    }
-    // `warmup < step < total` here, so the divisor is not zero.
-    let done = (step - warmup) as f64 / (total - warmup) as f64;
-    floor + (peak - floor) * fall(done)
 }
 
 #[cfg(test)]

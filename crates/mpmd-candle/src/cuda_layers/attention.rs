@@ -195,7 +195,8 @@ impl DeviceAttention {
     /// Issues the forward pass, with a result of this shape.
     fn run(
         &self,
-        (shape, dtype): (&Shape, DType),
+        shape: &Shape,
+        dtype: DType,
         heads: impl FnOnce(&OnCuda<'_>, CudaPart<'static>) -> CoreResult<[Heads<'static>; 4]>,
     ) -> Result<CudaStorage> {
         let AttentionShape {
@@ -256,7 +257,7 @@ impl CudaLayer<3> for SplitAttention {
 
     fn forward(&self, [q, k, v]: [LayerArgument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
         let shape = q.layout.shape().clone();
-        let y = self.0.run((&shape, q.storage.dtype()), |on, out| {
+        let y = self.0.run(&shape, q.storage.dtype(), |on, out| {
             let q = self.of_queries(q.part(on)?);
             let out = self.of_queries(out);
             Ok([q, self.of_keys(k.part(on)?), self.of_keys(v.part(on)?), out])
@@ -335,7 +336,7 @@ impl CudaLayer<1> for JoinedAttention {
             ..
         } = self.0.sizes;
         let shape = Shape::from((batch, queries, heads * dim));
-        let y = self.0.run((&shape, qkv.storage.dtype()), |on, out| {
+        let y = self.0.run(&shape, qkv.storage.dtype(), |on, out| {
             let [q, k, v] = self.parts(qkv.part(on)?);
             Ok([q, k, v, self.result(out)])
         })?;

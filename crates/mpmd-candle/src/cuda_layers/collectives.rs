@@ -12,7 +12,8 @@ use crate::pass;
 
 /// Runs a collective over the first dimension of contiguous values.
 pub(crate) fn collective(
-    (axis, step): (&str, CollectiveStep),
+    axis: &str,
+    step: CollectiveStep,
     storage: &CudaStorage,
     layout: &Layout,
 ) -> Result<(CudaStorage, Shape)> {

@@ -16,7 +16,8 @@ pub(crate) fn norm(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    (remove_mean, eps): (bool, f64),
+    remove_mean: bool,
+    eps: f64,
 ) -> Option<Result<Tensor>> {
     if !fit(&[x, weight]) || bias.is_some_and(|bias| !fit(&[x, bias])) {
         return None;

@@ -237,7 +237,7 @@ impl RowNorm {
             bail!("the bias is {:?}: expected [{width}]", bias.dims());
         }
 
-        if let Some(y) = cuda_layers::norm(x, weight, bias, (self.remove_mean, self.eps)) {
+        if let Some(y) = cuda_layers::norm(x, weight, bias, self.remove_mean, self.eps) {
             return y;
         }
         if are_fast(&[x, weight]) && bias.is_none_or(|bias| are_fast(&[bias])) {

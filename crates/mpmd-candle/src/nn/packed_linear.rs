@@ -50,7 +50,8 @@ impl PackedLinear {
     ///
     /// Those of `read`.
     pub fn of_rows(
-        (rows, columns): (usize, usize),
+        rows: usize,
+        columns: usize,
         in_half: bool,
         mut read: impl FnMut(Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<Self> {

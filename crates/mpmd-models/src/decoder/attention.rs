@@ -47,7 +47,7 @@ impl AttentionLayer {
         let queries = config.num_attention_heads * dim;
         let keys = config.num_key_value_heads * dim;
         let projection = |name, inputs, outputs, bias| {
-            Projection::new((inputs, outputs), bias, lora, &vb.pp(name))
+            Projection::new(inputs, outputs, bias, lora, &vb.pp(name))
         };
 
         let norm = |name, size| NormLayer::new(config, size, vb.pp(name));

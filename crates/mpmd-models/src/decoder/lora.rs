@@ -47,7 +47,8 @@ pub(crate) struct Projection {
 
 impl Projection {
     pub(crate) fn new(
-        (inputs, outputs): (usize, usize),
+        inputs: usize,
+        outputs: usize,
         bias: bool,
         lora: Option<Lora>,
         vb: &VarBuilder<'_>,

@@ -29,7 +29,7 @@ impl Mlp {
     ) -> Result<Self> {
         let width = config.hidden_size;
         let projection = |name, inputs, outputs| {
-            Projection::new((inputs, outputs), config.mlp_bias, lora, &vb.pp(name))
+            Projection::new(inputs, outputs, config.mlp_bias, lora, &vb.pp(name))
         };
 
         let gate = config

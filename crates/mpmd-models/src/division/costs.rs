@@ -309,9 +309,10 @@ mod tests {
             let devices: Vec<u64> = (0..stages).map(|_| 1 + random(3)).collect();
             let model = costs(&devices, &works, 12 * random(30), 12 * random(30));
             let cut = model.cut(&[]).unwrap();
-            let work =
-                |(stage, range): (usize, &Range<usize>)| model.cost(range.clone(), stage).work;
-            let most = cut.iter().enumerate().map(work).max().unwrap();
+            let works = (0..)
+                .zip(&cut)
+                .map(|(stage, range)| model.cost(range.clone(), stage).work);
+            let most = works.max().unwrap();
             assert_eq!(most, least(&model, 0, 0), "{model:?}: {cut:?}");
         }
     }

@@ -327,7 +327,7 @@ fn base(keys: &ConfigKeys<'_>, or: &Defaults) -> Result<ModelConfig> {
         head_norm: None,
         score_cap: None,
         is_gated: true,
-        activation: activation(keys, or.activation)?,
+        activation: activation(keys, or.activation.0, or.activation.1)?,
         mlp_bias: false,
         experts: None,
         is_parallel: false,
@@ -340,7 +340,7 @@ fn base(keys: &ConfigKeys<'_>, or: &Defaults) -> Result<ModelConfig> {
     })
 }
 
-fn activation(keys: &ConfigKeys<'_>, (key, default): (&str, &str)) -> Result<Activation> {
+fn activation(keys: &ConfigKeys<'_>, key: &str, default: &str) -> Result<Activation> {
     let names = r#""silu", "gelu", "gelu_new" or "gelu_pytorch_tanh""#;
     let name = keys.or(key, names, default.to_owned())?;
     match name.as_str() {

@@ -44,11 +44,14 @@ impl FolderContent {
         file: impl Fn(&str) -> Result<Option<Vec<u8>>>,
     ) -> Result<Self> {
         let samples = (SAMPLES / stored.len().max(1)).clamp(1, SAMPLES_OF_ONE) as u64;
-        let hash = |(name, stored): (&String, &StoredTensor)| {
-            let hash = stored.hash_samples(samples).transpose()?;
-            Some(hash.map(|hash| (name.clone(), hash)))
-        };
-        let tensors = stored.iter().filter_map(hash).collect::<Result<_>>()?;
+        let tensors = stored
+            .iter()
+            .filter_map(|(name, stored)| {
+                let hash = stored.hash_samples(samples).transpose()?;
+                Some(hash.map(|hash| (name.clone(), hash)))
+            })
+            .collect::<Result<_>>()?;
+
         let file = |name| Ok((name, file(name)?.map(|bytes| hash_file(name, &bytes))));
         let files = COMPANIONS.into_iter().map(file).collect::<Result<_>>()?;
         Ok(Self {
@@ -60,9 +63,10 @@ impl FolderContent {
 
     /// Returns a hash of all tensors.
     pub(crate) fn of_weights(&self) -> u64 {
-        let add =
-            |key: Key, (name, hash): (&String, &u64)| fold(key, name.as_bytes()).fold_in(*hash);
-        self.tensors.iter().fold(Key(0), add).0
+        let all = self.tensors.iter().fold(Key(0), |key, (name, hash)| {
+            fold(key, name.as_bytes()).fold_in(*hash)
+        });
+        all.0
     }
 
     /// Checks that samples of a tensor are as they were.
@@ -107,7 +111,8 @@ impl FolderContent {
                 format!("hash {:016x}", key.0),
             )
         });
-        let file = |(name, hash): (&&'static str, &Option<u64>)| match hash {
+
+        let files = self.files.iter().filter_map(|(name, hash)| match hash {
             Some(hash) => Some(Fact {
                 note: file_note(&path.join(name)),
                 ..Fact::new(*name, format!("hash {hash:016x}"))
@@ -119,8 +124,8 @@ impl FolderContent {
                 value: None,
                 ..Fact::new(*name, "")
             }),
-        };
-        weights.chain(self.files.iter().filter_map(file)).collect()
+        });
+        weights.chain(files).collect()
     }
 }
 

@@ -78,7 +78,7 @@ impl Folder {
         let mut tensors = BTreeMap::new();
         let mut unused = Vec::new();
         for (name, file) in files {
-            let more = add(&mut tensors, (name, prefix), &file, &needed)?;
+            let more = add(&mut tensors, name, prefix, &file, &needed)?;
             let is_ignored = |name: &String| family.ignored.iter().any(|end| name.ends_with(end));
             unused.extend(more.filter(|name| !is_ignored(name)));
         }
@@ -147,7 +147,7 @@ impl Folder {
         let shapes = needed(folder.sources.values());
         for (param, (source, _)) in &folder.sources {
             for name in source.names() {
-                let initial = InitialValues::of(&folder.config, settings, (param, &name), seed);
+                let initial = InitialValues::of(&folder.config, settings, param, &name, seed);
                 let aval = ShapedArray::new(&shapes[&name], settings.dtype);
                 let stored = StoredTensor {
                     origin: ValueOrigin::New(initial),
@@ -551,16 +551,17 @@ fn sources(
     family: &Family,
     config: &ModelConfig,
 ) -> Result<BTreeMap<String, (ParameterSource, ShapedArray)>> {
-    let place = |(name, aval): (String, ShapedArray)| {
-        (
-            name.clone(),
-            (family.source(config, &name, aval.shape()), aval),
-        )
-    };
     let shapes = shapes_of(config);
     let shapes = shapes
         .map_err(|why| unexpected(&path.join(CONFIG), "", "sizes of a model", why.to_string()))?;
-    Ok(shapes.into_iter().map(place).collect())
+
+    Ok(shapes
+        .into_iter()
+        .map(|(name, aval)| {
+            let source = family.source(config, &name, aval.shape());
+            (name, (source, aval))
+        })
+        .collect())
 }
 
 /// Returns the shapes of the tensors that have these parameters, by name.
@@ -589,7 +590,8 @@ fn needed<'a>(
 /// does not have it. A file of a model without an output may lack `prefix` in its names.
 fn add(
     tensors: &mut BTreeMap<String, StoredTensor>,
-    (name, prefix): (String, &str),
+    name: String,
+    prefix: &str,
     file: &TensorFile,
     needed: &BTreeMap<String, Vec<usize>>,
 ) -> Result<Option<String>> {

@@ -82,7 +82,8 @@ impl InitialValues {
     pub(crate) fn of(
         config: &ModelConfig,
         settings: InitialSettings,
-        (param, name): (&str, &str),
+        param: &str,
+        name: &str,
         seed: u64,
     ) -> Self {
         let key = name

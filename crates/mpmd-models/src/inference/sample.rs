@@ -180,12 +180,12 @@ impl Sampling {
         }
 
         let repeated = self.repetition_penalty as f32;
-        let penalized = |(logit, count): (&f32, Option<u32>)| {
-            let Some(count) = count else { return *logit };
-            let divided = if *logit < 0.0 {
-                *logit * repeated
+        let penalized = |logit: f32, count: Option<u32>| {
+            let Some(count) = count else { return logit };
+            let divided = if logit < 0.0 {
+                logit * repeated
             } else {
-                *logit / repeated
+                logit / repeated
             };
             match count {
                 0 => divided,
@@ -195,7 +195,12 @@ impl Sampling {
                 }
             }
         };
-        Cow::Owned(logits.iter().zip(counts).map(penalized).collect())
+        let logits = logits.iter().zip(counts);
+        Cow::Owned(
+            logits
+                .map(|(logit, count)| penalized(*logit, count))
+                .collect(),
+        )
     }
 
     /// Returns the lowest rank of the tokens that may be drawn.

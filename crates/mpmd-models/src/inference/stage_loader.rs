@@ -457,7 +457,7 @@ impl StageLoader {
                 let region = Region::new(vec![part, columns.clone()]);
                 source(name, &region, values).map_err(failed)
             };
-            PackedLinear::of_rows((rows.len(), columns.len()), in_half, read)
+            PackedLinear::of_rows(rows.len(), columns.len(), in_half, read)
         };
 
         let params = |own: Range<usize>| {
@@ -483,14 +483,13 @@ impl StageLoader {
     fn zeros(&self) -> CandleResult<Decoder> {
         let failed = |why: Error| candle_core::Error::wrap(why);
         let device = self.mesh.devices()[0];
-        let zeros = |(name, region): (String, Region)| {
-            let zero = Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?;
-            Ok((name, zero.broadcast_as(region.shape())?))
-        };
         let regions = self.regions(self.layers.clone(), device).map_err(failed)?;
         let tensors = regions
             .into_iter()
-            .map(zeros)
+            .map(|(name, region)| {
+                let zero = Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?;
+                Ok((name, zero.broadcast_as(region.shape())?))
+            })
             .collect::<CandleResult<BTreeMap<_, _>>>()?;
         Decoder::new(self.plan(), self.layers.clone(), &parts_builder(tensors))?.hollow()
     }

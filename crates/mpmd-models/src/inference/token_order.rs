@@ -350,12 +350,15 @@ mod tests {
             let weights = TokenWeights::new(all[0].logit(), 0.8);
             for (from, seed) in [(counted - 1, 1), (counted / 2, 2), (0, 3)] {
                 let least = all[from];
-                let of = |(logit, token): (&f32, u32)| match TokenRank::new(*logit, token) >= least
-                {
-                    true => f64::from(weights.of(*logit)),
+                let of = |logit: f32, token: u32| match TokenRank::new(logit, token) >= least {
+                    true => f64::from(weights.of(logit)),
                     false => 0.0,
                 };
-                let lengths: Vec<f64> = logits.iter().zip(0..).map(of).collect();
+                let lengths: Vec<f64> = logits
+                    .iter()
+                    .zip(0..)
+                    .map(|(logit, token)| of(*logit, token))
+                    .collect();
                 let total: f64 = lengths.iter().sum();
                 assert!((order.total(weights, least) / total - 1.0).abs() < 1e-6);
                 for at in 0..100 {

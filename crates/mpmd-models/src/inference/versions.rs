@@ -62,9 +62,20 @@ pub struct VersionsState {
     pub is_loading: bool,
     /// The reason why the last version was not taken, until a later one is.
     pub failure: Option<String>,
-    /// The state of the link to a publisher, if the weights are subscribed to: why there is none
-    /// now.
-    pub publisher: Option<Result<(), String>>,
+    /// The state of the link to a publisher, if the weights are subscribed to.
+    pub publisher: Option<PublisherState>,
+}
+
+/// The state of the link to a publisher of weights.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum PublisherState {
+    /// The publisher is connected.
+    Linked,
+    /// There is no connection now.
+    Unlinked {
+        /// The reason, in words.
+        why: String,
+    },
 }
 
 impl WeightVersions {
@@ -100,9 +111,8 @@ impl WeightVersions {
         self.0.lock().failure.clone()
     }
 
-    /// Returns the state of the link to a publisher, if the weights are subscribed to: why there is
-    /// none now.
-    pub fn publisher(&self) -> Option<Result<(), String>> {
+    /// Returns the state of the link to a publisher, if the weights are subscribed to.
+    pub fn publisher(&self) -> Option<PublisherState> {
         self.0.lock().publisher.clone()
     }
 
@@ -112,7 +122,7 @@ impl WeightVersions {
     }
 
     /// Sets the state of the link to a publisher.
-    fn link(&self, publisher: Result<(), String>) {
+    fn link(&self, publisher: PublisherState) {
         self.0.lock().publisher = Some(publisher);
     }
 
@@ -165,7 +175,9 @@ pub(super) struct PublishedIntake {
 impl PublishedIntake {
     /// Creates the intake of a subscription on this process.
     pub(super) fn new(p: &Program, loaders: &[StageLoader], versions: &WeightVersions) -> Self {
-        versions.link(Err("the publisher has not been found yet".to_owned()));
+        versions.link(PublisherState::Unlinked {
+            why: "the publisher has not been found yet".to_owned(),
+        });
         Self {
             loaders: loaders.to_vec(),
             devices: p.topology().devices_of(p.process()).to_vec(),
@@ -232,8 +244,12 @@ impl Intake for PublishedIntake {
     }
 
     fn linked(&mut self, ended: Option<&str>) {
-        self.versions
-            .link(ended.map_or(Ok(()), |why| Err(why.to_owned())));
+        self.versions.link(match ended {
+            None => PublisherState::Linked,
+            Some(why) => PublisherState::Unlinked {
+                why: why.to_owned(),
+            },
+        });
     }
 }
 

@@ -212,12 +212,13 @@ impl Stages {
     /// As for [`Stages::devices`].
     pub fn meshes(&self, rank_of: impl Fn(usize) -> usize) -> Result<Vec<Mesh>> {
         let devices = self.devices(&rank_of)?;
-        let mesh = |(stage, over): (usize, &DeviceDivision)| {
+        let stages = self.over.iter().enumerate();
+        let meshes = stages.map(|(stage, over)| {
             let first = self.after + devices[..rank_of(stage)].iter().sum::<usize>();
             let own = first as u32..(first + over.devices()) as u32;
             Ok(Mesh::new(&over.axes(), own.map(DeviceId).collect())?)
-        };
-        self.over.iter().enumerate().map(mesh).collect()
+        });
+        meshes.collect()
     }
 
     /// Returns the bytes that a block of keys and values takes on a device of the stage with most

@@ -218,7 +218,7 @@ impl ExampleReader<'_> {
     fn tokens(&self, (text, replies): &Marked, end: Option<u32>) -> Result<Sequence> {
         let encode = || self.tokenizer.encode(text.as_str(), end.is_some());
         let encoding = guarded(encode).map_err(|why| self.wrong("a text", why))?;
-        let is_reply = |(start, last): (usize, usize)| {
+        let is_reply = |start: usize, last: usize| {
             // Some tokenizers leave out blanks, so a token of blanks is empty.
             let start = start.min(last.saturating_sub(1));
             replies
@@ -227,7 +227,9 @@ impl ExampleReader<'_> {
         };
 
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
-        let mut tokens: Sequence = tokens.map(|(id, at)| (*id, is_reply(*at))).collect();
+        let mut tokens: Sequence = tokens
+            .map(|(id, (start, last))| (*id, is_reply(*start, *last)))
+            .collect();
         if let Some(end) = end {
             // Some tokenizers add it themselves.
             tokens.pop_if(|(last, _)| *last == end);

@@ -61,6 +61,26 @@ impl ChatMessage {
     }
 }
 
+/// A reason why a template gives no text for a conversation.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TemplateFault {
+    #[error("there is no template")]
+    NoTemplate,
+    /// No message behind the first is a reply. `roles` are those of all messages.
+    #[error("no reply of the role assistant behind a prompt, but {}", list(.roles))]
+    NoReply { roles: Vec<String> },
+    /// The template writes a reply otherwise than the prompt begins it. Each text is the start of
+    /// the part that differs.
+    #[error(
+        "a reply that does not follow its prompt: {prompt:?} in the prompt, {reply:?} with the \
+        reply"
+    )]
+    Diverges { prompt: String, reply: String },
+    /// The template refuses the conversation.
+    #[error("{}", detail(.0))]
+    Refused(#[from] JinjaError),
+}
+
 /// Text, and the ranges of its bytes that are replies.
 pub(crate) type Marked = (String, Vec<Range<usize>>);
 
@@ -190,11 +210,19 @@ impl Templates {
         messages: &[Value],
         from: usize,
         tools: Option<&Value>,
-    ) -> Result<Vec<Marked>, String> {
+    ) -> Result<Vec<Marked>, TemplateFault> {
         let names: &[usize] = if tools.is_some() { &[0, 1] } else { &[1, 0] };
         let template = names.iter().find_map(|name| self.all[*name].as_ref());
-        let template = template.ok_or("there is no template")?;
+        let template = template.ok_or(TemplateFault::NoTemplate)?;
         template.texts(messages, from, tools)
+    }
+}
+
+/// Returns the roles of a conversation in one line.
+fn list(roles: &[String]) -> String {
+    match roles {
+        [] => "no messages".to_owned(),
+        _ => roles.join(", "),
     }
 }
 
@@ -250,25 +278,16 @@ impl Template {
         messages: &[Value],
         from: usize,
         tools: Option<&Value>,
-    ) -> Result<Vec<Marked>, String> {
-        let render = |end, asks| {
-            self.render(&messages[..end], tools, asks)
-                .map_err(|why| detail(&why))
-        };
+    ) -> Result<Vec<Marked>, TemplateFault> {
+        let render = |end, asks| self.render(&messages[..end], tools, asks);
         let role = |message: &Value| message.get_attr("role").unwrap_or_default();
         let is_reply = |at: &usize| role(&messages[*at]).as_str() == Some("assistant");
 
         let replies: Vec<usize> = (from.max(1)..messages.len()).filter(is_reply).collect();
         if replies.is_empty() {
-            let roles: Vec<String> = messages.iter().map(|one| role(one).to_string()).collect();
-            let roles = if roles.is_empty() {
-                "no messages".to_owned()
-            } else {
-                roles.join(", ")
-            };
-            return Err(format!(
-                "no reply of the role assistant behind a prompt, but {roles}"
-            ));
+            return Err(TemplateFault::NoReply {
+                roles: messages.iter().map(|one| role(one).to_string()).collect(),
+            });
         }
 
         if self.marks_replies {
@@ -292,12 +311,10 @@ impl Template {
                 let (before, _) = render(*at, false)?;
                 if start < before.len() || !text.starts_with(&before) {
                     let next = |text: &str| text[start..].chars().take(20).collect::<String>();
-                    return Err(format!(
-                        "a reply that does not follow its prompt: {:?} in the prompt, {:?} with \
-                         the reply",
-                        next(&prompt),
-                        next(&text)
-                    ));
+                    return Err(TemplateFault::Diverges {
+                        prompt: next(&prompt),
+                        reply: next(&text),
+                    });
                 }
                 start = start.max(before.len());
             }
@@ -307,7 +324,7 @@ impl Template {
         let parts = replies
             .iter()
             .map(part)
-            .collect::<Result<Vec<_>, String>>()?;
+            .collect::<Result<Vec<_>, TemplateFault>>()?;
         match parts.last() {
             Some((_, last)) if parts.iter().all(|(_, text)| last.starts_with(text)) => Ok(vec![(
                 last.clone(),

@@ -4,7 +4,6 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Layout;
 use mpmd_layout::topology::DeviceId;
 
@@ -163,10 +162,12 @@ pub fn shards(
     item: usize,
     memory: impl Fn(DeviceId) -> ShardMemory,
 ) -> Vec<ResultShard> {
-    let shard = |(device, region): (DeviceId, &Region)| ResultShard {
-        device: device.0,
-        bytes: (region.elements() * item) as u64,
-        memory: memory(device),
-    };
-    layout.iter().map(shard).collect()
+    layout
+        .iter()
+        .map(|(device, region)| ResultShard {
+            device: device.0,
+            bytes: (region.elements() * item) as u64,
+            memory: memory(device),
+        })
+        .collect()
 }

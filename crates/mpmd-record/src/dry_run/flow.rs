@@ -544,16 +544,8 @@ mod tests {
     use super::*;
 
     /// Returns the dependencies of a node: `(nodes, transfers)`.
-    fn before(flow: &Flow, node: usize) -> (&[u32], &[u32]) {
-        let part = |list: &'_ [u32], (start, len): (u32, u32)| -> std::ops::Range<usize> {
-            assert!((start + len) as usize <= list.len());
-            start as usize..(start + len) as usize
-        };
-        let Node { needs, takes, .. } = flow.nodes[node];
-        (
-            &flow.needs[part(&flow.needs, needs)],
-            &flow.takes[part(&flow.takes, takes)],
-        )
+    fn before(flow: &Flow, node: u32) -> (&[u32], &[u32]) {
+        (flow.needs_of(node), flow.takes_of(node))
     }
 
     #[test]
@@ -610,7 +602,7 @@ mod tests {
             nodes[second.after as usize],
             Computed::Join { operation: 2 }
         );
-        assert_eq!(before(&flow, second.after as usize), (&[][..], &[0][..]));
+        assert_eq!(before(&flow, second.after), (&[][..], &[0][..]));
     }
 
     #[test]
@@ -640,7 +632,7 @@ mod tests {
         );
         assert_eq!((arrive.len(), run.len()), (2, 2));
         for (process, node) in run.into_iter().enumerate() {
-            let (needs, takes) = before(&flow, node);
+            let (needs, takes) = before(&flow, node as u32);
             assert_eq!(needs, [arrive[process] as u32]);
             let [taken] = takes else {
                 panic!("one from the other: {takes:?}")

@@ -174,12 +174,13 @@ impl WorkTimes {
             ends.get(after as usize).copied().unwrap_or_default()
         };
 
-        for (node, what) in flow.nodes.iter().zip(nodes) {
-            let part = |(start, len): (u32, u32)| start as usize..(start + len) as usize;
-            let needs = flow.needs[part(node.needs)]
+        for (number, (node, what)) in (0..).zip(flow.nodes.iter().zip(nodes)) {
+            let needs = flow
+                .needs_of(number)
                 .iter()
                 .map(|need| ends[*need as usize]);
-            let takes = flow.takes[part(node.takes)]
+            let takes = flow
+                .takes_of(number)
                 .iter()
                 .map(|transfer| sent(&ends, *transfer));
 

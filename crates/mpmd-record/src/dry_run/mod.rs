@@ -195,8 +195,74 @@ pub enum DryRunError {
         /// Path of the file.
         path: String,
         /// The reason why the file is not a dry run.
-        why: String,
+        why: DryRunFault,
     },
+}
+
+/// A reason why the content of a file is not a dry run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DryRunFault {
+    /// The content is not JSON, or lacks fields.
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+    /// The dry run is of another version.
+    #[error("it has version {found}, and this is for {VERSION}")]
+    Version {
+        /// The version of the dry run.
+        found: u32,
+    },
+    /// A device does not exist.
+    #[error("there is no device {device} among {devices}")]
+    NoDevice {
+        /// Number of the device.
+        device: u32,
+        /// Number of devices in the dry run.
+        devices: usize,
+    },
+    /// A process does not exist.
+    #[error("there is no process {process} among {processes}")]
+    NoProcess {
+        /// Number of the process.
+        process: u32,
+        /// Number of processes in the dry run.
+        processes: u32,
+    },
+    /// An operation uses an array that no earlier operation returns.
+    #[error("{array} is not made before it is used")]
+    NotMade {
+        /// The array.
+        array: Array,
+    },
+    /// An operation has no descriptor.
+    #[error("operation {operation} has no descriptor")]
+    NoDescriptor {
+        /// Number of the operation, from 1.
+        operation: usize,
+    },
+    /// A result of an operation shares memory with an input that the operation lacks.
+    #[error("operation {operation} shares memory with an array that it does not take")]
+    SharesForeign {
+        /// Number of the operation, from 1.
+        operation: usize,
+    },
+    /// A line of the program's source does not exist.
+    #[error("there is no line {line}")]
+    NoLine {
+        /// Index of the line.
+        line: u32,
+    },
+    /// The numbers of hashes and of operations differ.
+    #[error("it has {hashes} hashes for {operations} operations")]
+    HashCount {
+        /// Number of hashes.
+        hashes: usize,
+        /// Number of operations.
+        operations: u64,
+    },
+    /// The ends of steps are not ascending.
+    #[error("its steps are not in order")]
+    StepOrder,
 }
 
 impl DryRun {
@@ -250,38 +316,37 @@ impl DryRun {
             })
     }
 
-    fn from_json(bytes: &[u8]) -> Result<Self, String> {
-        let dry_run: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    fn from_json(bytes: &[u8]) -> Result<Self, DryRunFault> {
+        let dry_run: Self = serde_json::from_slice(bytes)?;
         dry_run.check()?;
         Ok(dry_run)
     }
 
     /// Returns an error unless the version is right, all indices are valid, and every array is made
     /// before it is used.
-    fn check(&self) -> Result<(), String> {
-        let Self { version, .. } = self;
-        if *version != VERSION {
-            return Err(format!(
-                "it has version {version}, and this is for {VERSION}"
-            ));
+    fn check(&self) -> Result<(), DryRunFault> {
+        let found = self.version;
+        if found != VERSION {
+            return Err(DryRunFault::Version { found });
         }
 
         let device = |device: u32| match self.devices.get(device as usize) {
             Some(_) => Ok(()),
-            None => Err(format!(
-                "there is no device {device} among {}",
-                self.devices.len()
-            )),
+            None => Err(DryRunFault::NoDevice {
+                device,
+                devices: self.devices.len(),
+            }),
+        };
+        let no_process = |process: u32| DryRunFault::NoProcess {
+            process,
+            processes: self.processes,
         };
         if let Some(process) = self
             .devices
             .iter()
             .find(|process| **process >= self.processes)
         {
-            return Err(format!(
-                "there is no process {process} among {}",
-                self.processes
-            ));
+            return Err(no_process(*process));
         }
 
         for descriptor in &self.descriptors {
@@ -289,10 +354,7 @@ impl DryRun {
             if let OpKind::BroadcastValue { from, .. } = descriptor.kind
                 && from >= self.processes
             {
-                return Err(format!(
-                    "there is no process {from} among {}",
-                    self.processes
-                ));
+                return Err(no_process(from));
             }
         }
 
@@ -302,14 +364,15 @@ impl DryRun {
                 .flatten();
             match descriptor {
                 Some(descriptor) if (array.result as usize) < descriptor.results.len() => Ok(()),
-                _ => Err(format!("{array} is not made before it is used")),
+                _ => Err(DryRunFault::NotMade { array }),
             }
         };
 
         for (index, operation) in self.operations.iter().enumerate() {
             let descriptor = self.descriptors.get(operation.descriptor as usize);
-            let descriptor =
-                descriptor.ok_or_else(|| format!("operation {} has no descriptor", index + 1))?;
+            let descriptor = descriptor.ok_or(DryRunFault::NoDescriptor {
+                operation: index + 1,
+            })?;
             for taken in operation.takes.iter().filter_map(|taken| taken.array) {
                 made(taken, index as u64)?;
             }
@@ -318,10 +381,9 @@ impl DryRun {
                 .inputs()
                 .any(|input| input as usize >= operation.takes.len())
             {
-                return Err(format!(
-                    "operation {} shares memory with an array that it does not take",
-                    index + 1
-                ));
+                return Err(DryRunFault::SharesForeign {
+                    operation: index + 1,
+                });
             }
             self.line(operation.line)?;
         }
@@ -336,10 +398,10 @@ impl DryRun {
         }
 
         if !self.hashes.is_empty() && self.hashes.len() as u64 != count {
-            return Err(format!(
-                "it has {} hashes for {count} operations",
-                self.hashes.len()
-            ));
+            return Err(DryRunFault::HashCount {
+                hashes: self.hashes.len(),
+                operations: count,
+            });
         }
 
         let most = StepEnd {
@@ -352,16 +414,16 @@ impl DryRun {
         };
         let ends: Vec<StepEnd> = self.steps.iter().copied().chain([most]).collect();
         if !ends.is_sorted_by(sorted) {
-            return Err("its steps are not in order".to_owned());
+            return Err(DryRunFault::StepOrder);
         }
         Ok(())
     }
 
-    fn line(&self, line: u32) -> Result<&str, String> {
+    fn line(&self, line: u32) -> Result<&str, DryRunFault> {
         self.lines
             .get(line as usize)
             .map(String::as_str)
-            .ok_or_else(|| format!("there is no line {line}"))
+            .ok_or(DryRunFault::NoLine { line })
     }
 
     /// Returns the description of operation number `operation`, or `None` if the dry run lacks it.

@@ -109,7 +109,9 @@ fn invalid_dry_runs_are_refused_with_the_reason() {
     let wrong = |change: fn(&mut DryRun)| {
         let mut dry_run = small();
         change(&mut dry_run);
-        DryRun::from_json(&serde_json::to_vec(&dry_run).unwrap()).unwrap_err()
+        DryRun::from_json(&serde_json::to_vec(&dry_run).unwrap())
+            .unwrap_err()
+            .to_string()
     };
     assert_eq!(
         wrong(|dry_run| dry_run.version = 7),

@@ -154,9 +154,9 @@ const FAR: i128 = 10_000;
 fn line(mut samples: Vec<Sample>) -> Option<BoundedLine> {
     samples.sort_unstable();
     let middle = (samples.first()?.here + samples.last()?.here) / 2;
-    let (early, late): (Vec<Sample>, Vec<Sample>) = samples
-        .into_iter()
-        .partition(|sample| sample.here <= middle);
+    // The samples are sorted by `here`.
+    let late = samples.split_off(samples.partition_point(|sample| sample.here <= middle));
+    let early = samples;
 
     let best = |samples: Vec<Sample>| samples.into_iter().min_by_key(|sample| sample.bound);
     let first = best(early)?;

@@ -105,7 +105,7 @@ pub enum TraceError {
         /// Path of the file.
         path: PathBuf,
         /// The problem at the beginning of the file.
-        why: String,
+        why: TraceFault,
     },
     /// The folder contains no traces.
     #[error("{} has no file process-<n>.trace: run a program with `mpmd run --trace \
@@ -114,6 +114,47 @@ pub enum TraceError {
         /// Path of the folder.
         path: PathBuf,
     },
+}
+
+/// A reason why a file or a folder is not a trace.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TraceFault {
+    /// The file does not begin as a trace.
+    #[error("it begins otherwise")]
+    Magic,
+    /// Nothing follows the first bytes.
+    #[error("it is empty")]
+    Empty,
+    /// The trace is of another version.
+    #[error("it is of version {found}, and this program reads {VERSION}")]
+    Version {
+        /// The version of the trace.
+        found: u32,
+    },
+    /// The file ends within its header.
+    #[error("it breaks off in its beginning")]
+    CutHeader,
+    /// The header is invalid.
+    #[error(transparent)]
+    Header(#[from] serde_json::Error),
+    /// The folder has files of traces, but none can be read.
+    #[error("{first}")]
+    NoneReadable {
+        /// The message for the first file. It names the file.
+        first: String,
+    },
+}
+
+/// A reason why a part of a trace is damaged.
+#[derive(Debug, thiserror::Error)]
+enum ChunkFault {
+    #[error("a part of the trace is not whole")]
+    Cut,
+    #[error(transparent)]
+    Encoding(#[from] control::ControlError),
+    #[error("a text comes before its turn")]
+    TextOrder,
 }
 
 /// Returns the file name of a process's trace, without a folder.
@@ -268,9 +309,9 @@ impl ProcessTrace {
 
         if traces.is_empty() {
             return match wrong.into_iter().next() {
-                Some(why) => Err(TraceError::NotATrace {
+                Some(first) => Err(TraceError::NotATrace {
                     path: folder.to_owned(),
-                    why,
+                    why: TraceFault::NoneReadable { first },
                 }),
                 None => Err(TraceError::Empty {
                     path: folder.to_owned(),
@@ -320,24 +361,20 @@ impl ProcessTrace {
 
     /// Parses the bytes of a file. If they are damaged later on, sets `truncated`. The error is a
     /// problem at the beginning.
-    pub(super) fn of_bytes(bytes: &[u8]) -> Result<Self, String> {
+    pub(super) fn of_bytes(bytes: &[u8]) -> Result<Self, TraceFault> {
         let mut rest = Rest(bytes);
         if rest.take(MAGIC.len()) != Some(MAGIC) {
-            return Err("it begins otherwise".to_owned());
+            return Err(TraceFault::Magic);
         }
 
-        let version = rest.number().ok_or("it is empty")?;
-        if version != VERSION {
-            return Err(format!(
-                "it is of version {version}, and this program reads {VERSION}"
-            ));
+        let found = rest.number().ok_or(TraceFault::Empty)?;
+        if found != VERSION {
+            return Err(TraceFault::Version { found });
         }
 
-        let length = rest.number().ok_or("it breaks off in its beginning")?;
-        let about = rest
-            .take(length as usize)
-            .ok_or("it breaks off in its beginning")?;
-        let about = serde_json::from_slice(about).map_err(|error| error.to_string())?;
+        let length = rest.number().ok_or(TraceFault::CutHeader)?;
+        let about = rest.take(length as usize).ok_or(TraceFault::CutHeader)?;
+        let about = serde_json::from_slice(about)?;
 
         let mut trace = Self {
             about,
@@ -347,9 +384,8 @@ impl ProcessTrace {
         while !rest.0.is_empty() {
             let at = bytes.len() - rest.0.len();
             let content = rest.number().and_then(|length| rest.take(length as usize));
-            let broken = "a part of the trace is not whole".to_owned();
             if let Err(why) = content
-                .ok_or(broken)
+                .ok_or(ChunkFault::Cut)
                 .and_then(|content| trace.chunk(content))
             {
                 trace.truncated = Some(format!(
@@ -364,12 +400,12 @@ impl ProcessTrace {
         Ok(trace)
     }
 
-    fn chunk(&mut self, content: &[u8]) -> Result<(), String> {
-        match control::decode(content).map_err(|error| error.to_string())? {
+    fn chunk(&mut self, content: &[u8]) -> Result<(), ChunkFault> {
+        match control::decode(content)? {
             TraceChunk::Events(events) => self.events.extend(&*events),
             TraceChunk::Text { number, text } => {
                 if number as usize > self.texts.len() {
-                    return Err("a text comes before its turn".to_owned());
+                    return Err(ChunkFault::TextOrder);
                 }
                 self.texts.truncate(number as usize);
                 self.texts.push(text);
@@ -581,12 +617,16 @@ mod tests {
         assert!(
             ProcessTrace::of_bytes(b"{}")
                 .unwrap_err()
+                .to_string()
                 .contains("begins otherwise")
         );
         let mut bytes = whole();
         bytes[8] = 7;
         let why = ProcessTrace::of_bytes(&bytes).unwrap_err();
-        assert_eq!(why, "it is of version 7, and this program reads 3");
+        assert_eq!(
+            why.to_string(),
+            "it is of version 7, and this program reads 3"
+        );
         let nowhere = ProcessTrace::read_all(Path::new("/nowhere/at/all")).unwrap_err();
         assert!(
             matches!(nowhere, TraceError::Unreadable { .. }),

@@ -20,7 +20,7 @@ mod reasons;
 mod tests;
 
 pub use event::{PieceStep, TraceEvent, TraceEventKind};
-pub use file::{ClockSample, ProcessTrace, TraceError, TraceHeader};
+pub use file::{ClockSample, ProcessTrace, TraceError, TraceFault, TraceHeader};
 pub use label::{Label, Role};
 pub use measure::CostsError;
 pub use merge::{

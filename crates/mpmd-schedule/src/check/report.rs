@@ -179,7 +179,7 @@ impl ScheduleReport {
     /// Adds a problem if ranks wait for each other over any channel. If an action appears twice,
     /// the first one counts. A missing action is not waited for.
     fn circle(&mut self, rows: &[Vec<Action>], places: &ActionPlaces) {
-        let first = |(rank, row): (usize, &Vec<Action>)| {
+        let rows = rows.iter().enumerate().map(|(rank, row)| {
             let row = row.iter().enumerate();
             row.filter(|(place, action)| {
                 places.of(**action)
@@ -199,8 +199,8 @@ impl ScheduleReport {
                     || places.of(both).is_none()
             })
             .collect()
-        };
-        let rows: Vec<Vec<Action>> = rows.iter().enumerate().map(first).collect();
+        });
+        let rows: Vec<Vec<Action>> = rows.collect();
 
         if let Ok(flow) = Flow::of_lowered(&lower_late(&rows).into(), Leaves::AtOnce)
             && let Err(deadlock) = check(&flow, Channel::Tags)

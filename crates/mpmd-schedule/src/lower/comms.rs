@@ -230,12 +230,12 @@ mod tests {
                     .wrapping_add(1_442_695_040_888_963_407);
                 (seed >> 33) % below
             };
-            let cell = |(pair, one, other): (u64, u64, u64)| match pair {
+            let cell = |pair: u64, one: u64, other: u64| match pair {
                 0 => format!("({one}F0;{other}B0)OVERLAP_F_B"),
                 _ => format!("{one}F0"),
             };
             let line: Vec<String> = (0..12)
-                .map(|_| cell((random(3), random(6), random(6))))
+                .map(|_| cell(random(3), random(6), random(6)))
                 .collect();
             let text = ScheduleText::parse(&line.join(","), None).unwrap();
             let row = &text.rows[0];

@@ -81,7 +81,7 @@ impl Lowered {
     /// Returns (actions, pairs), both indexed by rank. `actions` are the computations in order.
     /// `pairs` are the indices in `actions` of the first actions of overlapped pairs, ascending.
     pub fn actions(&self) -> (Vec<Vec<Action>>, Vec<Vec<usize>>) {
-        let row = |(row, pairs): (&Vec<Step>, &Vec<usize>)| {
+        let rows = self.steps.iter().zip(&self.pairs).map(|(row, pairs)| {
             let mut actions = Vec::with_capacity(row.len());
             let mut places = Vec::new();
             let mut pairs = pairs.iter().copied().peekable();
@@ -92,9 +92,8 @@ impl Lowered {
                 actions.extend(step.action());
             }
             (actions, places)
-        };
-
-        self.steps.iter().zip(&self.pairs).map(row).unzip()
+        });
+        rows.unzip()
     }
 }
 

@@ -280,11 +280,12 @@ impl Schedule {
     ///
     /// If the rank does not exist.
     pub fn cells(&self, rank: usize) -> Vec<String> {
-        let cell = |(one, other): (Action, Option<Action>)| match other {
-            Some(other) => format!("({one};{other})OVERLAP_F_B"),
-            None => one.to_string(),
-        };
-        self.paired(rank).map(cell).collect()
+        self.paired(rank)
+            .map(|(one, other)| match other {
+                Some(other) => format!("({one};{other})OVERLAP_F_B"),
+                None => one.to_string(),
+            })
+            .collect()
     }
 
     /// Returns (action, partner) for a rank's actions, in order. The partner is the second action

@@ -10,12 +10,16 @@ impl Simulated {
     /// The memory curves stay empty: a flow does not contain memory. `unit` is the unit of the
     /// times: `s` or `unit`.
     pub fn timeline(&self, flow: &Flow, names: &dyn Names, title: &str, unit: &str) -> Timeline {
-        let row = |(lane, process): (usize, &u32)| TimelineRow {
-            name: names.lane(lane as u32, *process),
-            process: Some(*process),
-            ..TimelineRow::default()
-        };
-        let mut rows: Vec<TimelineRow> = flow.lanes.iter().enumerate().map(row).collect();
+        let mut rows: Vec<TimelineRow> = flow
+            .lanes
+            .iter()
+            .enumerate()
+            .map(|(lane, process)| TimelineRow {
+                name: names.lane(lane as u32, *process),
+                process: Some(*process),
+                ..TimelineRow::default()
+            })
+            .collect();
 
         let pauses = self.pauses(flow);
         let gaps: Vec<Vec<TimelineGap>> = pauses

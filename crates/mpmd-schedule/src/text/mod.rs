@@ -8,7 +8,7 @@ mod parse;
 
 use std::fmt::{self, Write};
 
-pub use parse::{CellFault, TextError};
+pub use parse::{CellFault, CellProblem, TextError};
 
 use super::schedule::{Action, Schedule, ScheduleError};
 use super::step::{Step, StepKind};
@@ -204,11 +204,13 @@ impl ScheduleText {
 
 /// Converts a rank's row of a schedule to cells.
 pub(super) fn cells(schedule: &Schedule, rank: usize) -> Vec<Cell> {
-    let cell = |(one, other): (Action, Option<Action>)| match other {
-        Some(other) => Cell::Overlapped(one, other),
-        None => Cell::One(Entry::Step(Step::of_action(one))),
-    };
-    schedule.paired(rank).map(cell).collect()
+    schedule
+        .paired(rank)
+        .map(|(one, other)| match other {
+            Some(other) => Cell::Overlapped(one, other),
+            None => Cell::One(Entry::Step(Step::of_action(one))),
+        })
+        .collect()
 }
 
 fn line(row: &[Cell], text: &mut String) {

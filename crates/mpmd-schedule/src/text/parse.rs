@@ -35,8 +35,121 @@ pub struct CellFault {
     pub byte: usize,
     /// The cell, or its beginning if it is long.
     pub cell: String,
-    /// The problem, in words.
-    pub problem: String,
+    /// The problem.
+    pub problem: CellProblem,
+}
+
+/// A reason why a cell or a line is not in the format. Unknown parts of the text are cut to 40
+/// characters.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CellProblem {
+    /// A line has no characters.
+    #[error("an empty line is, to torch, a rank that does nothing; remove it")]
+    EmptyLine,
+    /// The text has no lines.
+    #[error("there are no lines")]
+    NoLines,
+    /// A text of computations only has a send, a receive, a gather or a release of weights.
+    #[error("moves and gathers are not in a compute_only text: read it as compute_comms")]
+    Move,
+    /// A line of a text with sends and receives ends with empty cells.
+    #[error(
+        "a compute_comms text has no empty cells, and this line ends with {cells}: a spreadsheet \
+        that makes all lines equally long does that; remove the commas at its end"
+    )]
+    Padding {
+        /// The number of empty cells.
+        cells: usize,
+    },
+    /// A text with sends and receives has an empty cell before one that is not empty.
+    #[error("a compute_comms text has no empty cells: a wait is not written in it")]
+    EmptyCell,
+    /// The parenthesis of an overlapped pair is not closed.
+    #[error("a `)` is missing")]
+    OpenPair,
+    /// An overlapped pair does not end with its kind.
+    #[error("`OVERLAP_F_B` must stand after `)`, not `{found}`")]
+    PairKind {
+        /// The text after the parenthesis.
+        found: String,
+    },
+    /// An action of an overlapped pair is invalid.
+    #[error("in the pair: {0}")]
+    InPair(Box<Self>),
+    /// An entry of an overlapped pair is no computation.
+    #[error("{entry} is not computed")]
+    NotComputed {
+        /// The entry.
+        entry: Entry,
+    },
+    /// The actions of an overlapped pair are both forward passes, or neither is.
+    #[error("{one} and {other} are not a forward and a backward pass")]
+    PairKinds {
+        /// The first action.
+        one: Action,
+        /// The second action.
+        other: Action,
+    },
+    /// An overlapped pair has more or fewer than two actions.
+    #[error("two actions overlap, not {found}")]
+    PairLength {
+        /// The number of actions.
+        found: usize,
+    },
+    /// An action has no stage.
+    #[error("an action begins with the number of its stage")]
+    NoStage,
+    /// The number of a stage or microbatch exceeds 32 bits.
+    #[error("{field} {digits} is too large")]
+    Large {
+        /// `stage` or `microbatch`.
+        field: &'static str,
+        /// The number.
+        digits: String,
+    },
+    /// Further characters follow an action.
+    #[error("`{rest}` stands after the action")]
+    Rest {
+        /// The further characters.
+        rest: String,
+    },
+    /// An action of a whole stage has a microbatch.
+    #[error("{kind} is for all microbatches and takes no microbatch number")]
+    WithMicrobatch {
+        /// The kind of the action.
+        kind: String,
+    },
+    /// An action of one microbatch lacks its number.
+    #[error("{kind} is for one microbatch, and its number is missing")]
+    NoMicrobatch {
+        /// The kind of the action.
+        kind: String,
+    },
+    /// The text has an action of torch's old format.
+    #[error(
+        "BW is of old files, where it was the whole backward pass and B the input gradient; today \
+        these are B and I: {stage}B{microbatch} here, and {stage}I for {stage}B elsewhere in the \
+        file"
+    )]
+    OldBackward {
+        /// The stage's digits.
+        stage: String,
+        /// The microbatch's digits.
+        microbatch: String,
+    },
+    /// The kind of an action is unknown.
+    #[error("there is no action `{kind}`; there are {}", KINDS.join(", "))]
+    Unknown {
+        /// The kind.
+        kind: String,
+    },
+    /// The kind of an action is not in upper case.
+    #[error("there is no action `{kind}`: letters are upper case, {}", kind.to_ascii_uppercase())]
+    LowerCase {
+        /// The kind, as in the text.
+        kind: String,
+    },
 }
 
 impl fmt::Display for CellFault {
@@ -78,8 +191,7 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<ScheduleText, 
         };
 
         if content.is_empty() {
-            let problem = "an empty line is, to torch, a rank that does nothing; remove it";
-            faults.add(place, content, problem.to_owned());
+            faults.add(place, content, CellProblem::EmptyLine);
         }
 
         let mut row = Vec::new();
@@ -89,9 +201,7 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<ScheduleText, 
                 Ok(cell) => {
                     moves |= is_move(cell);
                     if asked == Some(Dialect::ComputeOnly) && is_move(cell) {
-                        let problem = "moves and gathers are not in a compute_only text: read it \
-                            as compute_comms";
-                        faults.add(place, raw, problem.to_owned());
+                        faults.add(place, raw, CellProblem::Move);
                     }
                     if cell == Cell::Empty && first_empty.is_none() {
                         first_empty = Some((place, row.len()));
@@ -122,7 +232,7 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<ScheduleText, 
                 byte: 0,
             },
             "",
-            "there are no lines".to_owned(),
+            CellProblem::NoLines,
         );
     }
 
@@ -136,13 +246,8 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<ScheduleText, 
     if flavour == Dialect::ComputeComms {
         for (place, padding) in empty {
             let problem = match padding {
-                Some(cells) => format!(
-                    "a compute_comms text has no empty cells, and this line ends with {cells}: a \
-                     spreadsheet that \
-                     makes all lines equally long does that; remove the commas at its end"
-                ),
-                None => "a compute_comms text has no empty cells: a wait is not written in it"
-                    .to_owned(),
+                Some(cells) => CellProblem::Padding { cells },
+                None => CellProblem::EmptyCell,
             };
             faults.add(place, "", problem);
         }
@@ -187,7 +292,7 @@ fn is_move(cell: Cell) -> bool {
     }
 }
 
-fn cell(raw: &str) -> Result<Cell, String> {
+fn cell(raw: &str) -> Result<Cell, CellProblem> {
     let unquoted = raw
         .strip_prefix('"')
         .and_then(|rest| rest.strip_suffix('"'))
@@ -201,26 +306,25 @@ fn cell(raw: &str) -> Result<Cell, String> {
         return entry(cell).map(Cell::One);
     };
     let Some((inner, kind)) = rest.split_once(')') else {
-        return Err("a `)` is missing".to_owned());
+        return Err(CellProblem::OpenPair);
     };
 
     if kind != "OVERLAP_F_B" {
-        return Err(format!(
-            "`OVERLAP_F_B` must stand after `)`, not `{}`",
-            shown(kind)
-        ));
+        return Err(CellProblem::PairKind { found: shown(kind) });
     }
 
     let halves: Vec<Action> = inner
         .split(';')
-        .map(|half| match entry(half.trim())? {
-            Entry::Step(step) => step
-                .action()
-                .ok_or_else(|| format!("{step} is not computed")),
-            other => Err(format!("{other} is not computed")),
+        .map(|half| {
+            let entry = entry(half.trim())?;
+            let action = match entry {
+                Entry::Step(step) => step.action(),
+                _ => None,
+            };
+            action.ok_or(CellProblem::NotComputed { entry })
         })
         .collect::<Result<_, _>>()
-        .map_err(|problem| format!("in the pair: {problem}"))?;
+        .map_err(|problem| CellProblem::InPair(Box::new(problem)))?;
 
     match halves[..] {
         [one, other]
@@ -228,28 +332,28 @@ fn cell(raw: &str) -> Result<Cell, String> {
         {
             Ok(Cell::Overlapped(one, other))
         }
-        [one, other] => Err(format!(
-            "{one} and {other} are not a forward and a backward pass"
-        )),
-        _ => Err(format!("two actions overlap, not {}", halves.len())),
+        [one, other] => Err(CellProblem::PairKinds { one, other }),
+        _ => Err(CellProblem::PairLength {
+            found: halves.len(),
+        }),
     }
 }
 
-/// Parses one operation, `STAGE KIND [MICROBATCH]` without spaces. The error is the problem, in
-/// words.
-fn entry(text: &str) -> Result<Entry, String> {
+/// Parses one operation, `STAGE KIND [MICROBATCH]` without spaces.
+fn entry(text: &str) -> Result<Entry, CellProblem> {
     let (stage, rest) = leading(text, |c| c.is_ascii_digit());
     let (kind, rest) = leading(rest, |c| c.is_ascii_alphabetic() || c == '_');
     let (microbatch, rest) = leading(rest, |c| c.is_ascii_digit());
 
     if stage.is_empty() {
-        return Err("an action begins with the number of its stage".to_owned());
+        return Err(CellProblem::NoStage);
     }
 
-    let number = |field: &str, digits: &str| {
-        digits
-            .parse::<u32>()
-            .map_err(|_| format!("{field} {} is too large", shown(digits)))
+    let number = |field: &'static str, digits: &str| {
+        digits.parse::<u32>().map_err(|_| CellProblem::Large {
+            field,
+            digits: shown(digits),
+        })
     };
     let stage_number = number("stage", stage)?;
 
@@ -264,12 +368,12 @@ fn entry(text: &str) -> Result<Entry, String> {
         "RECV_B" => StepKind::ReceiveBackward,
         "UNSHARD" | "RESHARD" | "REDUCE_GRAD" => {
             if !rest.is_empty() {
-                return Err(format!("`{}` stands after the action", shown(rest)));
+                return Err(CellProblem::Rest { rest: shown(rest) });
             }
             if !microbatch.is_empty() {
-                return Err(format!(
-                    "{kind} is for all microbatches and takes no microbatch number"
-                ));
+                return Err(CellProblem::WithMicrobatch {
+                    kind: kind.to_owned(),
+                });
             }
             return Ok(match kind {
                 "UNSHARD" => Entry::Unshard(stage_number),
@@ -278,31 +382,29 @@ fn entry(text: &str) -> Result<Entry, String> {
             });
         }
         "BW" => {
-            return Err(format!(
-                "BW is of old files, where it was the whole backward pass and B the input \
-                 gradient; today these are \
-                 B and I: {stage}B{microbatch} here, and {stage}I for {stage}B elsewhere in the \
-                 file"
-            ));
+            return Err(CellProblem::OldBackward {
+                stage: stage.to_owned(),
+                microbatch: microbatch.to_owned(),
+            });
         }
         _ => {
             let upper = kind.to_ascii_uppercase();
-            let hint = if upper != kind && KINDS.contains(&upper.as_str()) {
-                format!(": letters are upper case, {upper}")
+            let kind_text = shown(kind);
+            return Err(if upper != kind && KINDS.contains(&upper.as_str()) {
+                CellProblem::LowerCase { kind: kind_text }
             } else {
-                format!("; there are {}", KINDS.join(", "))
-            };
-            return Err(format!("there is no action `{}`{hint}", shown(kind)));
+                CellProblem::Unknown { kind: kind_text }
+            });
         }
     };
 
     if microbatch.is_empty() {
-        return Err(format!(
-            "{kind} is for one microbatch, and its number is missing"
-        ));
+        return Err(CellProblem::NoMicrobatch {
+            kind: kind.to_owned(),
+        });
     }
     if !rest.is_empty() {
-        return Err(format!("`{}` stands after the action", shown(rest)));
+        return Err(CellProblem::Rest { rest: shown(rest) });
     }
 
     let microbatch = number("microbatch", microbatch)?;
@@ -350,7 +452,7 @@ struct CellFaults {
 }
 
 impl CellFaults {
-    fn add(&mut self, place: TextPosition, cell: &str, problem: String) {
+    fn add(&mut self, place: TextPosition, cell: &str, problem: CellProblem) {
         let TextPosition { line, column, byte } = place;
         if self.named.len() < NAMED {
             self.named.push(CellFault {

@@ -7,6 +7,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::{StatusCode, Uri};
 use axum::response::IntoResponse as _;
+use mpmd_models::PublisherState;
 use serde_json::{Value, json};
 
 use super::failure::HttpFailure;
@@ -95,10 +96,10 @@ pub(super) async fn weight_info(State(shared): Shares) -> Json<Value> {
     info["old"] = old.map_or(Value::Null, |(old, label)| one(old, &label, requests[1]));
     info["failure"] = failure.into();
     if let Some(publisher) = publisher {
-        info["publisher"] = publisher
-            .err()
-            .unwrap_or_else(|| "linked".to_owned())
-            .into();
+        info["publisher"] = match publisher {
+            PublisherState::Linked => "linked".into(),
+            PublisherState::Unlinked { why } => why.into(),
+        };
     }
     Json(info)
 }

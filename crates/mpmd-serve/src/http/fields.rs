@@ -2,6 +2,7 @@
 //! are not supported.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value, json};
@@ -75,21 +76,21 @@ impl<'a> Fields<'a> {
         self.take(name, "a text", |value| value.as_str().map(str::to_owned))
     }
 
-    /// Takes a whole number of at least `least` and at most `most`.
+    /// Takes a whole number in `range`.
     pub(super) fn count(
         &mut self,
         name: &str,
-        (least, most): (u64, u64),
+        range: RangeInclusive<u64>,
     ) -> Result<Option<usize>, HttpFailure> {
-        let expected = match most {
-            u64::MAX => format!("a whole number, {least} or more"),
-            _ => format!("a whole number from {least} to {most}"),
+        let least = range.start();
+        let expected = match range.end() {
+            &u64::MAX => format!("a whole number, {least} or more"),
+            most => format!("a whole number from {least} to {most}"),
         };
-        let is_in = |count: &u64| (least..=most).contains(count);
         self.take(name, &expected, |value| {
             value
                 .as_u64()
-                .filter(is_in)
+                .filter(|count| range.contains(count))
                 .and_then(|count| usize::try_from(count).ok())
         })
     }

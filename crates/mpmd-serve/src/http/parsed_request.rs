@@ -1,5 +1,6 @@
 //! Reads a request from its JSON.
 
+use std::fmt::Display;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
 use axum::http::StatusCode;
@@ -61,7 +62,7 @@ impl ParsedRequest {
             false => model.ends.clone(),
         };
         let logprobs = match form {
-            ReplyForm::Completion => fields.count("logprobs", (0, LOGPROBS))?,
+            ReplyForm::Completion => fields.count("logprobs", 0..=LOGPROBS)?,
             ReplyForm::Chat => chat_logprobs(&mut fields)?,
         };
         let limit = TokenLimit::of(&mut fields, form)?;
@@ -118,9 +119,9 @@ struct TokenLimit {
 impl TokenLimit {
     /// Takes the limit. Chats have a newer field for it, too, which comes first.
     fn of(fields: &mut Fields<'_>, form: ReplyForm) -> Result<Self, HttpFailure> {
-        let tokens = fields.count("max_tokens", (1, u64::MAX))?;
+        let tokens = fields.count("max_tokens", 1..=u64::MAX)?;
         if form == ReplyForm::Chat
-            && let Some(newer) = fields.count("max_completion_tokens", (1, u64::MAX))?
+            && let Some(newer) = fields.count("max_completion_tokens", 1..=u64::MAX)?
         {
             return Ok(Self {
                 tokens: Some(newer),
@@ -264,7 +265,7 @@ fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, HttpFailure> {
 
 fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, HttpFailure> {
     let wanted = fields.flag("logprobs", false)?;
-    let top = fields.count("top_logprobs", (0, LOGPROBS))?;
+    let top = fields.count("top_logprobs", 0..=LOGPROBS)?;
     match top {
         Some(1..) if !wanted => Err(HttpFailure::field(
             "top_logprobs",
@@ -394,25 +395,25 @@ pub(super) fn tokens(
     model: &Model,
     most: Option<usize>,
 ) -> Result<Vec<u32>, HttpFailure> {
-    let failed = |why: String| HttpFailure::field(name, why);
+    let failed = |why: &dyn Display| HttpFailure::field(name, why);
     let encode = |text: &str, special: bool| {
         if let Some(most) = most
-            && model.is_beyond(text, most).map_err(failed)?
+            && model.is_beyond(text, most).map_err(|why| failed(&why))?
         {
             let why = format!(
                 "more than {most} tokens; the model has {} positions, replies included",
                 model.positions
             );
-            return Err(failed(why).code("context_length_exceeded"));
+            return Err(failed(&why).code("context_length_exceeded"));
         }
-        model.encode(text, special).map_err(failed)
+        model.encode(text, special).map_err(|why| failed(&why))
     };
 
     let tokens = match source {
         PromptSource::Text { text, special } => encode(text, *special)?,
         PromptSource::Tokens(tokens) => tokens.clone(),
         PromptSource::Messages(messages) => {
-            let text = model.rendered(messages).map_err(failed)?;
+            let text = model.rendered(messages).map_err(|why| failed(&why))?;
             encode(&text, false)?
         }
     };

@@ -172,12 +172,10 @@ impl ReplyProgress {
         } else {
             ReplyPart::Piece
         };
-        let next = async |(mut reply, at): (Self, ReplyPart)| {
+        let mut events = Box::pin(unfold((self, at), async |(mut reply, at)| {
             let (data, at) = reply.event(at).await?;
             Some((Ok::<_, Infallible>(Sent::default().data(data)), (reply, at)))
-        };
-
-        let mut events = Box::pin(unfold((self, at), next));
+        }));
         let mut silence = Box::pin(async move { peer.silence().await });
         let mut is_silent = false;
         let events = poll_fn(move |cx| {

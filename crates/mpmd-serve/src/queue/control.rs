@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mpmd_models::{WeightVersions, version_number};
+use mpmd_models::{PublisherState, WeightVersions, version_number};
 use thiserror::Error;
 use tokio::sync::{oneshot, watch};
 
@@ -61,7 +61,7 @@ pub struct WeightInfo {
     /// The reason why the last version was refused.
     pub failure: Option<String>,
     /// The state of the link to a publisher, if the weights are subscribed to.
-    pub publisher: Option<Result<(), String>>,
+    pub publisher: Option<PublisherState>,
 }
 
 /// The weights of a server.
@@ -286,13 +286,9 @@ impl RequestArrivals {
     }
 
     /// Ends the loading of weights, with the version or the reason why there is none.
-    pub(crate) fn loaded(&self, result: Result<u64, String>) {
+    pub(crate) fn loaded(&self, result: Result<u64, Denied>) {
         let number = result.map(version_number);
-        self.0
-            .state
-            .lock()
-            .weights
-            .loaded(number.map_err(Denied::Weights));
+        self.0.state.lock().weights.loaded(number);
     }
 
     /// Returns the way to wake the engine.

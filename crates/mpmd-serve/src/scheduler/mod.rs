@@ -636,11 +636,11 @@ impl Scheduler {
                 .as_ref()
                 .is_some_and(|place| place.computed + 1 >= place.given)
         };
-        let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
-        let (mut suspects, others): (Vec<u64>, Vec<u64>) = texts
+        let (texts, prompts) = ids.into_iter().partition::<Vec<u64>, _>(is_text);
+        let (mut suspects, others) = texts
             .into_iter()
             .chain(prompts)
-            .partition(|id| self.sequences[id].is_suspect);
+            .partition::<Vec<u64>, _>(|id| self.sequences[id].is_suspect);
         suspects.extend(others);
         suspects
     }

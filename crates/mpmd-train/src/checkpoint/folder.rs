@@ -168,8 +168,8 @@ pub(super) fn remove_old(folder: &Path, keep: usize) -> Result<()> {
     // A manifest must not outlive its files.
     sync_folder(folder)?;
     for name in names(folder)? {
-        let is_old = |(step, _): (u64, u64)| step < *newest && !kept.contains(&step);
-        if step_and_epoch_of(&name).is_some_and(is_old) {
+        let is_old = |step: u64| step < *newest && !kept.contains(&step);
+        if step_and_epoch_of(&name).is_some_and(|(step, _)| is_old(step)) {
             remove_save(&folder.join(name))?;
         }
     }

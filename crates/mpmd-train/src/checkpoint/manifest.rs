@@ -71,6 +71,17 @@ struct Sealed {
     hash: String,
 }
 
+/// A reason why the content of a file is not a manifest.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ManifestFault {
+    #[error("no valid manifest of a checkpoint ({0})")]
+    Json(#[from] serde_json::Error),
+    #[error("format {FORMAT} is expected, {found} found")]
+    Format { found: u32 },
+    #[error("damaged: it does not have the hash that it names")]
+    Hash,
+}
+
 fn first() -> u64 {
     1
 }
@@ -92,20 +103,19 @@ impl Manifest {
             .map_err(invalid)
     }
 
-    /// Reads a manifest. The error says why it is invalid.
-    pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let sealed: Sealed = serde_json::from_slice(bytes)
-            .map_err(|error| format!("no valid manifest of a checkpoint ({error})"))?;
+    /// Reads a manifest from the content of its file.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, ManifestFault> {
+        let sealed: Sealed = serde_json::from_slice(bytes)?;
         let Sealed { manifest, hash } = sealed;
         if manifest.format != FORMAT {
-            return Err(format!(
-                "format {FORMAT} is expected, {} found",
-                manifest.format
-            ));
+            return Err(ManifestFault::Format {
+                found: manifest.format,
+            });
         }
+
         match manifest.hash() {
             Ok(expected) if expected == hash => Ok(manifest),
-            _ => Err("damaged: it does not have the hash that it names".to_owned()),
+            _ => Err(ManifestFault::Hash),
         }
     }
 
@@ -178,10 +188,18 @@ mod tests {
         let text = String::from_utf8(sample().seal().unwrap()).unwrap();
         assert_eq!(Manifest::parse(text.as_bytes()).unwrap(), sample());
         let said = Manifest::parse(text.replace("300", "301").as_bytes()).unwrap_err();
-        assert_eq!(said, "damaged: it does not have the hash that it names");
+        assert_eq!(
+            said.to_string(),
+            "damaged: it does not have the hash that it names"
+        );
         let said = Manifest::parse(text.replace("\"format\": 1", "\"format\": 2").as_bytes());
-        assert_eq!(said.unwrap_err(), "format 1 is expected, 2 found");
-        let said = Manifest::parse(&text.as_bytes()[..100]).unwrap_err();
+        assert_eq!(
+            said.unwrap_err().to_string(),
+            "format 1 is expected, 2 found"
+        );
+        let said = Manifest::parse(&text.as_bytes()[..100])
+            .unwrap_err()
+            .to_string();
         assert!(
             said.starts_with("no valid manifest of a checkpoint"),
             "{said}"

@@ -8,9 +8,19 @@ use mpmd_layout::region::Region;
 /// memory for two to this power corners.
 const MOST_DIVIDED: usize = 12;
 
+/// A reason why pieces of an array are not its elements, each once.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PiecesFault {
+    #[error("damaged: piece {piece} is empty or not within the array")]
+    Outside { piece: Region },
+    #[error("it is divided along {dims} dimensions, more than {MOST_DIVIDED}")]
+    Divided { dims: usize },
+    #[error("damaged: its pieces overlap or leave elements out")]
+    NotOnce,
+}
+
 /// Checks that pieces of an array of `shape` are within it, do not overlap, and leave nothing out.
-/// The error says which is wrong.
-pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result<(), String> {
+pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result<(), PiecesFault> {
     let full = Region::full(shape);
     let is_within = |piece: &Region| piece.ndim() == full.ndim() && full.contains(piece);
     let pieces = pieces.iter().map(|(piece, _)| piece);
@@ -18,9 +28,9 @@ pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result
         .clone()
         .find(|piece| !is_within(piece) || piece.is_empty())
     {
-        return Err(format!(
-            "damaged: piece {piece} is empty or not within the array"
-        ));
+        return Err(PiecesFault::Outside {
+            piece: piece.clone(),
+        });
     }
     let is_whole = |dim: &usize| {
         pieces
@@ -29,10 +39,9 @@ pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result
     };
     let divided: Vec<usize> = (0..full.ndim()).filter(|dim| !is_whole(dim)).collect();
     if divided.len() > MOST_DIVIDED {
-        let count = divided.len();
-        return Err(format!(
-            "it is divided along {count} dimensions, more than {MOST_DIVIDED}"
-        ));
+        return Err(PiecesFault::Divided {
+            dims: divided.len(),
+        });
     }
     // The corners of a box, each with the product of +1 for a start and -1 for an end, are the
     // differences of the function that is 1 in the box. So two sets of boxes cover the elements
@@ -58,7 +67,7 @@ pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result
     }
     match corners.values().all(|sum| *sum == 0) {
         true => Ok(()),
-        false => Err("damaged: its pieces overlap or leave elements out".to_owned()),
+        false => Err(PiecesFault::NotOnce),
     }
 }
 
@@ -67,7 +76,7 @@ mod tests {
     use super::*;
     use crate::tensors::owners::pieces;
 
-    fn check(shape: &[usize], regions: &[Region]) -> Result<(), String> {
+    fn check(shape: &[usize], regions: &[Region]) -> Result<(), PiecesFault> {
         let regions: Vec<_> = regions.iter().map(|region| (region.clone(), ())).collect();
         check_pieces(shape, &regions)
     }
@@ -80,15 +89,30 @@ mod tests {
             check(&shape, &all).unwrap();
             if let [first, .., last] = &all[..] {
                 let overlap = "overlap or leave elements out";
-                assert!(check(&shape, &all[1..]).unwrap_err().contains(overlap));
+                assert!(
+                    check(&shape, &all[1..])
+                        .unwrap_err()
+                        .to_string()
+                        .contains(overlap)
+                );
                 // As many elements as the array has.
                 let mut twice = all.clone();
                 *twice.last_mut().unwrap() = first.clone();
                 if first.elements() == last.elements() {
-                    assert!(check(&shape, &twice).unwrap_err().contains(overlap));
+                    assert!(
+                        check(&shape, &twice)
+                            .unwrap_err()
+                            .to_string()
+                            .contains(overlap)
+                    );
                 }
                 twice[0] = Region::full(&shape);
-                assert!(check(&shape, &twice).unwrap_err().contains(overlap));
+                assert!(
+                    check(&shape, &twice)
+                        .unwrap_err()
+                        .to_string()
+                        .contains(overlap)
+                );
             }
         }
         check(&[], &[Region::full(&[])]).unwrap();
@@ -133,19 +157,27 @@ mod tests {
         assert!(
             check(&[2, 2, 2], &[wild])
                 .unwrap_err()
+                .to_string()
                 .contains("not within")
         );
         let wild = Region::new(vec![0..max, 0..max, 5..5]);
-        assert!(check(&[2, 2, 2], &[wild]).unwrap_err().contains("empty"));
+        assert!(
+            check(&[2, 2, 2], &[wild])
+                .unwrap_err()
+                .to_string()
+                .contains("empty")
+        );
         assert!(
             check(&[2], &[Region::full(&[2, 2])])
                 .unwrap_err()
+                .to_string()
                 .contains("not within")
         );
         let corner = Region::new(vec![0..1; 60]);
         assert!(
             check(&[2; 60], &[corner])
                 .unwrap_err()
+                .to_string()
                 .contains("60 dimensions")
         );
     }

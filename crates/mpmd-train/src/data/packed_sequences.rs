@@ -71,7 +71,7 @@ impl PackedSequences {
             None => index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1,
         };
         let all = own + held_out.as_ref().map_or(0, Vec::len);
-        let (evaluated, trained): (Vec<usize>, Vec<usize>) = (0..all).partition(is_held_out);
+        let (evaluated, trained) = (0..all).partition::<Vec<usize>, _>(is_held_out);
         let sequences: Vec<Sequence> = training
             .into_iter()
             .chain(held_out.into_iter().flatten())

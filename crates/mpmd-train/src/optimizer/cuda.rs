@@ -66,7 +66,8 @@ pub(super) fn square_sums(
 pub(super) fn figures(
     cuda: &Cuda<'_>,
     stages: &[usize],
-    (sums, loss): (&[View<'_>], &Loss<View<'_>>),
+    sums: &[View<'_>],
+    loss: &Loss<View<'_>>,
     limit: f64,
     mut y: FiguresOut<ViewMut<'_>>,
 ) -> Result<()> {
@@ -133,7 +134,8 @@ pub(super) fn update<T: Float>(
     step: AdamStep,
     w: &mut ViewMut<'_>,
     state: &mut [&mut ViewMut<'_>],
-    (gradient, factor): (&View<'_>, &View<'_>),
+    gradient: &View<'_>,
+    factor: &View<'_>,
 ) -> Result<()> {
     let elements = gradient.region().elements();
     let of = |value: f64| -> Arg<'_> { T::from_double(value).into() };

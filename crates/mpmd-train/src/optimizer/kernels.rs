@@ -165,7 +165,7 @@ impl Kernel for StepFigures {
     ) -> Result<()> {
         let limit = x.limit.scalar::<f64>()?;
         if let Some(cuda) = cx.cuda() {
-            return cuda::figures(&cuda, &self.stages, (&x.sums, &x.loss), limit, y);
+            return cuda::figures(&cuda, &self.stages, &x.sums, &x.loss, limit, y);
         }
         let sum = double(&x.loss.sum)?;
         let weight = double(&x.loss.weight)?;
@@ -322,10 +322,10 @@ impl Update {
             let is_double = gradient.global().dtype() == DType::F64;
             match (&on_cuda, is_double) {
                 (Some(cuda), true) => {
-                    cuda::update::<f64>(cuda, rule, step, w, &mut state, (gradient, &x.factor))?;
+                    cuda::update::<f64>(cuda, rule, step, w, &mut state, gradient, &x.factor)?;
                 }
                 (Some(cuda), false) => {
-                    cuda::update::<f32>(cuda, rule, step, w, &mut state, (gradient, &x.factor))?;
+                    cuda::update::<f32>(cuda, rule, step, w, &mut state, gradient, &x.factor)?;
                 }
                 (None, true) => update::<f64>(rule, step, w, &mut state, gradient)?,
                 (None, false) => update::<f32>(rule, step, w, &mut state, gradient)?,
@@ -357,11 +357,11 @@ fn update<T: Float>(
             );
         }
         (UpdateRule::Sgd(sgd), []) => {
-            sgd.update((step.rate, step.gradient_factor), w, None, gradient);
+            sgd.update(step.rate, step.gradient_factor, w, None, gradient);
         }
         (UpdateRule::Sgd(sgd), [sum]) => {
             let sum = Some(sum.as_mut_slice()?);
-            sgd.update((step.rate, step.gradient_factor), w, sum, gradient);
+            sgd.update(step.rate, step.gradient_factor, w, sum, gradient);
         }
         (rule, state) => return Err(wrong_state(rule, state.len())),
     }

@@ -29,7 +29,8 @@ impl Sgd {
     /// Panics if the slices differ in length.
     pub fn update<T: Float>(
         &self,
-        (rate, factor): (f64, f64),
+        rate: f64,
+        factor: f64,
         w: &mut [T],
         sum: Option<&mut [T]>,
         gradient: &[T],
@@ -83,7 +84,7 @@ mod tests {
             let (mut expected, mut m) = (1.0f64, 0.0f64);
             for gradient in [4.0, -2.0, 0.5] {
                 let state = (momentum > 0.0).then_some(&mut sum[..]);
-                sgd.update((0.125, 0.5), &mut w, state, &[gradient]);
+                sgd.update(0.125, 0.5, &mut w, state, &[gradient]);
                 let g = gradient / 2.0 + decay * expected;
                 m = momentum * m + g;
                 expected -= 0.125 * if nesterov { g + momentum * m } else { m };

@@ -213,31 +213,43 @@ pub fn header(
     Ok((start, offsets))
 }
 
+/// A reason why a file is not a whole safetensors file.
+#[derive(Debug, thiserror::Error)]
+enum HeaderFault {
+    #[error("no safetensors file: it has no header")]
+    Missing,
+    #[error("no safetensors file: its header would have {length} bytes")]
+    Long { length: u64 },
+    #[error("cut off within its header")]
+    Cut,
+    #[error("no safetensors file: its header is invalid ({0})")]
+    Json(#[from] serde_json::Error),
+    #[error("cut off: it has {found} bytes of {expected}")]
+    CutValues { found: u64, expected: u64 },
+}
+
 /// Reads the header of a file of `found` bytes. Returns the header and the offset of the values in
-/// the file, in bytes. The error says why the file is invalid.
-fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), String> {
+/// the file, in bytes.
+fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), HeaderFault> {
     let mut length = [0; 8];
     file.read_exact(&mut length)
-        .map_err(|_| "no safetensors file: it has no header")?;
+        .map_err(|_| HeaderFault::Missing)?;
     let length = u64::from_le_bytes(length);
     if length > LONGEST_HEADER {
-        return Err(format!(
-            "no safetensors file: its header would have {length} bytes"
-        ));
+        return Err(HeaderFault::Long { length });
     }
 
     let mut text = Vec::new();
     let read = file.take(length).read_to_end(&mut text);
     if read.ok() != Some(length as usize) {
-        return Err("cut off within its header".to_owned());
+        return Err(HeaderFault::Cut);
     }
 
-    let header: Metadata = serde_json::from_slice(&text)
-        .map_err(|error| format!("no safetensors file: its header is invalid ({error})"))?;
+    let header: Metadata = serde_json::from_slice(&text)?;
     let start = 8 + length;
     let expected = start.saturating_add(header.data_len() as u64);
     if found < expected {
-        return Err(format!("cut off: it has {found} bytes of {expected}"));
+        return Err(HeaderFault::CutValues { found, expected });
     }
     Ok((header, start))
 }
@@ -322,7 +334,9 @@ mod tests {
             b"values",
         ]
         .concat();
-        let said = read_header(&file[..], file.len() as u64).unwrap_err();
+        let said = read_header(&file[..], file.len() as u64)
+            .unwrap_err()
+            .to_string();
         assert!(
             said.starts_with("no safetensors file") || said.starts_with("cut off: it has"),
             "{said}"

@@ -94,7 +94,7 @@ pub fn save(
     for ((first, (name, array, dtype)), to) in first.into_iter().zip(arrays).zip(shardings) {
         let array = p.device_put_with(array, to, once)?;
         if written.is_ok() {
-            written = write(&mut writer, (first, name.contains('*')), &array, *dtype);
+            written = write(&mut writer, first, name.contains('*'), &array, *dtype);
         }
     }
     let created = p.process() == ProcessId(0);
@@ -122,11 +122,12 @@ pub(crate) fn host_owners(p: &Program, array: &MpmdArray) -> Result<Sharding> {
     Ok(owners(array.aval(), &sharding)?.with_memory_kind(MemoryKind::Host))
 }
 
-/// Writes this process's regions of an array to the saved array at `first`, or to several that
-/// begin there.
+/// Writes this process's regions of an array to the saved array at `first`. With `is_several`, to
+/// one saved array for each index of the first dimension, from there on.
 fn write(
     writer: &mut FilesWriter<'_>,
-    (first, is_several): (usize, bool),
+    first: usize,
+    is_several: bool,
     array: &MpmdArray,
     dtype: DType,
 ) -> Result<()> {

@@ -82,7 +82,7 @@ fn updated(rule: UpdateRule, clip: f64) -> [Vec<Vec<f32>>; 2] {
                     UpdateRule::Sgd(sgd) => {
                         let decay = if decays { sgd.decay } else { 0.0 };
                         let sum = (sgd.momentum != 0.0).then_some(&mut one[..]);
-                        Sgd { decay, ..sgd }.update((0.01, factor), w, sum, gradient);
+                        Sgd { decay, ..sgd }.update(0.01, factor, w, sum, gradient);
                     }
                 }
             }
