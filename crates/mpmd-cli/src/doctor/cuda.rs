@@ -31,9 +31,9 @@ pub(super) enum CudaFacts {
         driver: Driver,
         /// The version of NVRTC, or the reason why it cannot be used. The same for `cublas` and
         /// `nccl`.
-        nvrtc: Result<String, NoCuda>,
-        cublas: Result<String, NoCuda>,
-        nccl: Result<String, NoCuda>,
+        nvrtc: Result<String, Box<NoCuda>>,
+        cublas: Result<String, Box<NoCuda>>,
+        nccl: Result<String, Box<NoCuda>>,
         /// True if this process has other process ids than on the host, as in a container.
         own_pids: bool,
         /// The first uses of the first GPU, or the reason why it cannot be opened. `None` if CUDA
@@ -52,9 +52,9 @@ impl CudaFacts {
             },
             Ok(driver) => Self::Found {
                 driver: driver.clone(),
-                nvrtc: cuda::nvrtc(),
-                cublas: cuda::cublas(),
-                nccl: cuda::nccl(),
+                nvrtc: cuda::nvrtc().map_err(Box::new),
+                cublas: cuda::cublas().map_err(Box::new),
+                nccl: cuda::nccl().map_err(Box::new),
                 own_pids: fs::read_link("/proc/self/ns/pid")
                     .is_ok_and(|name| name.as_os_str() != HOSTS_OWN),
                 first_uses: wanted.then(|| cuda::first_uses(0).map(Box::new)),
@@ -235,7 +235,7 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> DoctorFinding {
 fn library(
     name: &'static str,
     library: &str,
-    found: &Result<String, NoCuda>,
+    found: &Result<String, Box<NoCuda>>,
     missing: Verdict,
     without: &str,
 ) -> DoctorFinding {
@@ -252,7 +252,11 @@ fn library(
 
 /// Judges if NCCL can be used for collectives of CUDA devices. `missing` is the verdict if it
 /// cannot.
-fn collectives(nccl: &Result<String, NoCuda>, joined: bool, missing: Verdict) -> DoctorFinding {
+fn collectives(
+    nccl: &Result<String, Box<NoCuda>>,
+    joined: bool,
+    missing: Verdict,
+) -> DoctorFinding {
     let name = "cuda collectives";
     match (nccl, joined) {
         (Ok(version), true) => finding(
@@ -486,10 +490,10 @@ mod tests {
     #[test]
     fn missing_libraries_name_the_lost_feature() {
         let gone = || {
-            Err(NoCuda::NoSymbols {
+            Err(Box::new(NoCuda::NoSymbols {
                 library: "no such library",
                 symbols: Vec::new(),
-            })
+            }))
         };
         let without = |which: usize| {
             with(|cuda| {
