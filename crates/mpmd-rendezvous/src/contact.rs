@@ -53,7 +53,8 @@ pub(super) struct ServiceContact {
     doubt: Option<ContactDoubt>,
 }
 
-/// The reason why the others may have ended the job without this process, which `it` stands for.
+/// The reason why the others may have ended the job without this process. The messages call this
+/// process `it`.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum ContactDoubt {
     #[error("it was stopped for {stopped:.1?}")]

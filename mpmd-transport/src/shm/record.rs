@@ -111,6 +111,7 @@ pub(super) enum RecordError {
     /// A message without pieces has an unavailable payload.
     #[error("a message of kind {kind:?} that cannot be had")]
     BrokenKind { kind: MessageKind },
+    /// The kind is unknown, or its records have another length.
     #[error("a record of kind {kind} with {bytes} bytes")]
     UnknownKind { kind: u32, bytes: usize },
 }

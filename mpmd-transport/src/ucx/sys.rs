@@ -292,7 +292,7 @@ fn built(program: &Path) -> BuiltCopies {
     copies
 }
 
-/// The reason why a path is not loaded from without the user's word.
+/// The reason why a copy of the library is not loaded unless the user names it.
 #[derive(Debug, thiserror::Error)]
 enum UntrustedPath {
     /// The links of the path cannot be resolved.

@@ -92,8 +92,9 @@ impl StreamClock {
     }
 }
 
-/// Shifts the span from `begin` to `end`, in nanoseconds, into the interval from `earliest` to `seen` on the host's clock,
-/// and shortens it if it is too long. If `seen` is before `earliest`, the result is at `earliest`.
+/// Shifts the span from `begin` to `end`, in nanoseconds, into the interval from `earliest` to
+/// `seen` on the host's clock, and shortens it if it is too long. If `seen` is before `earliest`,
+/// the result is at `earliest`.
 fn on_host(begin: f64, end: f64, earliest: f64, seen: f64) -> (f64, f64) {
     let shift = if begin < earliest {
         earliest - begin
