@@ -5,7 +5,7 @@
 
 use crate::transport::{CopyOut, Payload};
 use mpmd_memory::{OutOfMemory, Pool, SharedBuffer};
-use mpmd_proto::wire::{HEADER_BYTES, Header, MAX_CONTROL_BYTES, MessageKind};
+use mpmd_proto::wire::{HEADER_BYTES, Header, MAX_CONTROL_BYTES, MessageKind, WireError};
 
 /// Largest payload in bytes of a message that travels in a batch. A copy of more costs more than a
 /// message.
@@ -13,6 +13,38 @@ pub const MOST_BATCHED: usize = 4 << 10;
 
 /// Largest number of bytes of a batch. A receiver that has not taken one of its pieces keeps all.
 pub const MOST_BATCH: usize = 128 << 10;
+
+/// The fault of a malformed batch, in words that continue "it sent". The sender is at fault.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BatchError {
+    /// The message of the batch has no payload in host memory.
+    #[error("a batch without bytes")]
+    NoBytes,
+    /// The last header is cut.
+    #[error("a batch of {bytes} bytes that ends within a header")]
+    CutHeader {
+        /// The batch's length in bytes.
+        bytes: usize,
+    },
+    /// A header is invalid.
+    #[error("a batch with {0}")]
+    Header(WireError),
+    /// A message is not a piece.
+    #[error("a batch with a message of kind {kind:?}")]
+    Kind {
+        /// The message's kind.
+        kind: MessageKind,
+    },
+    /// A piece ends beyond the batch.
+    #[error("a batch with a piece of {bytes} bytes, of which it has {left}")]
+    CutPiece {
+        /// The piece's length in bytes, according to its header.
+        bytes: u64,
+        /// Number of bytes after that header.
+        left: usize,
+    },
+}
 
 /// Returns the bytes that a message takes in a batch.
 pub fn size(payload: &SharedBuffer) -> usize {
@@ -59,17 +91,17 @@ pub fn pack(
 ///
 /// # Errors
 ///
-/// If the batch is malformed, a text that continues "it sent". The sender is at fault.
-pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, String> {
+/// If the batch is malformed. The sender is at fault.
+pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, BatchError> {
     let mut messages = Vec::new();
     let mut at = 0;
     while at < batch.len() {
         let (header, _) = batch[at..]
             .split_first_chunk::<HEADER_BYTES>()
-            .ok_or_else(|| format!("a batch of {} bytes that ends within a header", batch.len()))?;
-        let header = Header::decode(header).map_err(|error| format!("a batch with {error}"))?;
+            .ok_or(BatchError::CutHeader { bytes: batch.len() })?;
+        let header = Header::decode(header).map_err(BatchError::Header)?;
         if !matches!(header.kind, MessageKind::Eager | MessageKind::Data) {
-            return Err(format!("a batch with a message of kind {:?}", header.kind));
+            return Err(BatchError::Kind { kind: header.kind });
         }
 
         at += HEADER_BYTES;
@@ -77,11 +109,9 @@ pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, String> {
         let bytes = usize::try_from(header.bytes)
             .ok()
             .filter(|bytes| *bytes <= left);
-        let bytes = bytes.ok_or_else(|| {
-            format!(
-                "a batch with a piece of {} bytes, of which it has {left}",
-                header.bytes
-            )
+        let bytes = bytes.ok_or(BatchError::CutPiece {
+            bytes: header.bytes,
+            left,
         })?;
 
         let payload = match bytes {
@@ -150,7 +180,10 @@ mod tests {
             piece(MessageKind::Eager, 1, b"abc"),
             piece(MessageKind::Data, 2, b"de"),
         ]);
-        let refused = |bytes: &[u8]| unpack(&bytes.to_vec().into()).err().unwrap_or_default();
+        let refused = |bytes: &[u8]| match unpack(&bytes.to_vec().into()) {
+            Ok(_) => String::new(),
+            Err(error) => error.to_string(),
+        };
         // Every cut, except between the two messages.
         for end in (1..whole.len()).filter(|end| *end != HEADER_BYTES + 3) {
             let why = refused(&whole[..end]);

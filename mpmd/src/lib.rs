@@ -51,7 +51,8 @@
 //!     fn backward(
 //!         &self, cx: &mut StageContext, w: View, dy: View, dx: Option<ViewMut>, mut dw: ViewMut
 //!     ) -> Result<()> {
-//!         let (x, dy): (View, f32) = (cx.input()?, dy.scalar()?);
+//!         let x: View = cx.input()?;
+//!         let dy: f32 = dy.scalar()?;
 //!         dw.as_mut_slice::<f32>()?[0] += x.scalar::<f32>()? * dy;
 //!         dx.map_or(Ok(()), |mut dx| Ok(dx.fill(w.scalar::<f32>()? * dy)?))
 //!     }

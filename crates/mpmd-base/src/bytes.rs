@@ -1,5 +1,7 @@
 //! Numbers of bytes as text.
 
+use std::fmt;
+
 /// Formats a number of bytes, as `512 B`, `4.0 KiB` or `1.5 GiB`.
 pub fn bytes_text(bytes: u64) -> String {
     let mut amount = bytes as f64;
@@ -18,20 +20,40 @@ pub fn bytes_text(bytes: u64) -> String {
     format!("{amount:.1} {unit}")
 }
 
+/// The error of a text that is no number of bytes.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ByteCountError {
+    /// The text.
+    pub text: String,
+}
+
+impl fmt::Display for ByteCountError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "not a number of bytes: {:?}; there are 1048576, 1024KiB, 1MiB, 0.5GiB",
+            self.text
+        )
+    }
+}
+
+impl std::error::Error for ByteCountError {}
+
 /// Parses a number of bytes with an optional unit KiB, MiB or GiB, as `0.5GiB`.
 ///
 /// # Errors
 ///
-/// If the text is no such number, in words.
-pub fn parse_bytes(text: &str) -> Result<u64, String> {
+/// If the text is no such number, or the number is too large.
+pub fn parse_bytes(text: &str) -> Result<u64, ByteCountError> {
     let units = [("KiB", 1u64 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
     let found = units
         .into_iter()
         .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)));
     let (number, unit) = found.unwrap_or((text, 1));
 
-    let wrong =
-        || format!("not a number of bytes: {text:?}; there are 1048576, 1024KiB, 1MiB, 0.5GiB");
+    let wrong = || ByteCountError {
+        text: text.to_owned(),
+    };
     if let Ok(number) = number.trim().parse::<u64>() {
         return number.checked_mul(unit).ok_or_else(wrong);
     }

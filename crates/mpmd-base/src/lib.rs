@@ -13,7 +13,7 @@ pub mod variables;
 
 use std::fmt;
 
-pub use bytes::{bytes_text, parse_bytes};
+pub use bytes::{ByteCountError, bytes_text, parse_bytes};
 use serde::{Deserialize, Serialize};
 pub use stop::{StopRequest, StopRequests};
 

@@ -50,12 +50,9 @@ fn times(bytes: usize, threads: usize, repeats: usize) -> Vec<Duration> {
             .collect()
     });
     let whole = |repeat: usize| {
-        let of = spans.iter().map(|spans| spans[repeat]);
-        let (begins, ends): (Vec<_>, Vec<_>) = of.unzip();
-        let (begin, end) = (begins.into_iter().min(), ends.into_iter().max());
-        begin
-            .zip(end)
-            .map(|(begin, end)| (end - begin) / rounds as u32)
+        let begin = spans.iter().map(|spans| spans[repeat].0).min()?;
+        let end = spans.iter().map(|spans| spans[repeat].1).max()?;
+        Some((end - begin) / rounds as u32)
     };
     (0..repeats).filter_map(whole).collect()
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use mpmd_layout::topology::DeviceKind;
 
@@ -26,8 +27,8 @@ pub(crate) struct DeviceOption {
     pub(crate) device: DeviceKind,
 }
 
-fn kind(name: &str) -> Result<DeviceKind, String> {
-    DeviceKind::named(name).ok_or_else(|| {
+fn kind(name: &str) -> anyhow::Result<DeviceKind> {
+    DeviceKind::named(name).with_context(|| {
         let names = DeviceKind::ALL.map(DeviceKind::name);
         format!("no kind of devices: there are {}", names.join(" and "))
     })
@@ -64,9 +65,9 @@ pub(crate) struct Size(pub(crate) usize);
 const UNITS: [(&str, u32); 3] = [("Ki", 10), ("Mi", 20), ("Gi", 30)];
 
 impl FromStr for Size {
-    type Err = String;
+    type Err = anyhow::Error;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> anyhow::Result<Self> {
         let (number, shift) = UNITS
             .iter()
             .find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)))
@@ -77,7 +78,7 @@ impl FromStr for Size {
             .and_then(|number| number.checked_mul(1 << shift));
         match bytes {
             Some(bytes) if bytes > 0 => Ok(Self(bytes)),
-            _ => Err("not a number of bytes such as 8, 4Ki or 16Mi".to_owned()),
+            _ => bail!("not a number of bytes such as 8, 4Ki or 16Mi"),
         }
     }
 }
@@ -108,7 +109,7 @@ mod tests {
             ("1Gi", 1 << 30),
             ("1025", 1025),
         ] {
-            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
+            assert_eq!(text.parse::<Size>().unwrap(), Size(bytes), "{text}");
             assert_eq!(Size(bytes).to_string(), text);
         }
         for text in ["", "0", "-1", "4K", "Ki", "1.5Mi", "99999999999Gi"] {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use clap::Args;
 use mpmd_core::transports;
 use mpmd_launch::{EXEC, Launch, adopt, device_kinds, variables};
@@ -211,27 +211,22 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
 }
 
 /// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
-pub(crate) fn kinds(text: &str) -> Result<String, String> {
-    device_kinds(text.trim())
-        .map(|_| text.trim().to_owned())
-        .map_err(|error| error.to_string())
+pub(crate) fn kinds(text: &str) -> anyhow::Result<String> {
+    device_kinds(text.trim())?;
+    Ok(text.trim().to_owned())
 }
 
 /// Returns a time longer than zero.
-pub(crate) fn above_zero(text: &str) -> Result<Duration, String> {
+pub(crate) fn above_zero(text: &str) -> anyhow::Result<Duration> {
     let time = seconds(text)?;
-    if time.is_zero() {
-        Err("it must be above 0".to_owned())
-    } else {
-        Ok(time)
-    }
+    ensure!(!time.is_zero(), "it must be above 0");
+    Ok(time)
 }
 
 /// Returns the time that a text says in seconds, such as `5` or `5s`.
-pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
+pub(crate) fn seconds(text: &str) -> anyhow::Result<Duration> {
     let number = text.strip_suffix('s').unwrap_or(text);
-    let seconds: f64 = number
-        .parse()
-        .map_err(|_| "not a number of seconds".to_owned())?;
-    Duration::try_from_secs_f64(seconds).map_err(|e| e.to_string())
+    let number = number.parse::<f64>().ok();
+    let seconds = number.context("not a number of seconds")?;
+    Ok(Duration::try_from_secs_f64(seconds)?)
 }

@@ -69,8 +69,8 @@ pub trait DeviceSharing: Send + Sync {
     ///
     /// # Errors
     ///
-    /// A message for users, if this process's devices cannot share memory.
-    fn samples(&self) -> Result<Vec<Vec<u8>>, String>;
+    /// If this process's devices cannot share memory.
+    fn samples(&self) -> io::Result<Vec<Vec<u8>>>;
 
     /// Returns true if the user has turned sharing off, so that its absence is no surprise.
     fn is_turned_off(&self) -> bool {
@@ -81,8 +81,8 @@ pub trait DeviceSharing: Send + Sync {
     ///
     /// # Errors
     ///
-    /// A message for users, if the memory that the peer lends could not be opened here.
-    fn try_sample(&self, sample: &[u8]) -> Result<(), String>;
+    /// If the memory that the peer lends could not be opened here.
+    fn try_sample(&self, sample: &[u8]) -> io::Result<()>;
 
     /// Opens a peer's memory of `bytes` bytes by its [description](DeviceMemory::export). It is
     /// closed when the result is dropped. [`export`](DeviceMemory::export) is never called on the
@@ -98,15 +98,16 @@ pub trait DeviceSharing: Send + Sync {
 /// work on it has ended, so devices need not wait for this fence. The peer reports the result once.
 #[derive(Default)]
 pub struct Landing {
-    ended: OnceLock<Result<(), String>>,
+    /// `Some` holds the failure.
+    ended: OnceLock<Option<String>>,
     over: Latch,
 }
 
 impl Landing {
-    /// Ends the fence with the peer's result; `Err` holds the failure. Also called if the peer is
-    /// gone and will never know. Only the first result counts.
-    pub fn pass(&self, result: Result<(), String>) {
-        let _ = self.ended.set(result);
+    /// Ends the fence with the peer's failure, or `None` if the memory is valid. Also called if the
+    /// peer is gone and will never know. Only the first call counts.
+    pub fn pass(&self, failure: Option<String>) {
+        let _ = self.ended.set(failure);
         self.over.pass().into_iter().for_each(|then| then());
     }
 }
@@ -121,7 +122,7 @@ impl Fence for Landing {
     }
 
     fn failure(&self) -> Option<String> {
-        self.ended.get()?.clone().err()
+        self.ended.get()?.clone()
     }
 }
 

@@ -15,11 +15,32 @@ use super::connect::{is_gone_soon, meet};
 use super::contact::{ServiceContact, ServiceParting, system_time};
 use super::hub::LocalLine;
 use super::protocol::{
-    self, ClientRequest, FrameBuffer, ProcessStatus, RequestAnswer, ServerReply,
+    self, ClientRequest, FrameBuffer, FrameError, ProcessStatus, RequestAnswer, ServerReply,
 };
 use super::{Down, JobMember, JoinConfig, RendezvousError, Succession};
 use mpmd_base::deadline::after;
 use mpmd_proto::wire::ProcessId;
+
+/// The reason why a reply of the server ends the connection.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum ConnectionEnd {
+    /// An answer to the reply could not be sent.
+    #[error(transparent)]
+    Unsent(#[from] RendezvousError),
+    #[error("it said something senseless: {0}")]
+    Senseless(#[from] FrameError),
+    /// The process that is down is not one of the job's.
+    #[error("it says that process {process} is down, of {processes}")]
+    NoSuchProcess {
+        process: ProcessId,
+        processes: usize,
+    },
+    /// One look got several statuses of a process, or more than a job has.
+    #[error("it told the status of process {process} twice")]
+    StatusTwice { process: ProcessId },
+    #[error("it names more members than any job has")]
+    TooManyMembers,
+}
 
 /// Connects to the server, which may start later unless `is_started`, and starts a thread that
 /// reads the connection. Returns the connection and the address of its end here.
@@ -233,11 +254,6 @@ impl ServerConnection {
         Some(silent)
     }
 
-    /// Sends a message that has no answer.
-    fn say(&self, message: ClientRequest) -> Result<(), String> {
-        self.send(message).map_err(|e| e.to_string())
-    }
-
     pub(super) fn send(&self, message: ClientRequest) -> Result<(), RendezvousError> {
         match &self.wire {
             ServerWire::Local(line) => {
@@ -259,8 +275,9 @@ impl ServerConnection {
 
     /// Hears the replies of a [`LocalServer`](super::LocalServer) until the connection ends.
     pub(super) fn listen_to(&self, replies: &mpsc::Receiver<ServerReply>) {
-        let said = replies.iter().find_map(|reply| self.hear(reply).err());
-        self.is_over(said.unwrap_or_else(|| "the connection was closed".to_owned()));
+        let ended = replies.iter().find_map(|reply| self.hear(reply).err());
+        let why = ended.map(|end| end.to_string());
+        self.is_over(why.unwrap_or_else(|| "the connection was closed".to_owned()));
     }
 
     /// Reads until the connection ends, and answers pings. If the server is silent, the connection
@@ -302,8 +319,8 @@ impl ServerConnection {
                 Err(e) => break e.to_string(),
             }
 
-            if let Err(why) = self.hear_all(&mut frames) {
-                break why;
+            if let Err(end) = self.hear_all(&mut frames) {
+                break end.to_string();
             }
         };
         self.is_over(why);
@@ -311,12 +328,11 @@ impl ServerConnection {
 
     /// Handles the messages that have arrived whole. Fails if one of them is senseless, or ends the
     /// connection.
-    fn hear_all(&self, frames: &mut FrameBuffer) -> Result<(), String> {
+    fn hear_all(&self, frames: &mut FrameBuffer) -> Result<(), ConnectionEnd> {
         loop {
-            match frames.next::<ServerReply>() {
-                Ok(Some(reply)) => self.hear(reply)?,
-                Ok(None) => return Ok(()),
-                Err(why) => return Err(format!("it said something senseless: {why}")),
+            match frames.next::<ServerReply>()? {
+                Some(reply) => self.hear(reply)?,
+                None => return Ok(()),
             }
         }
     }
@@ -395,14 +411,14 @@ impl ServerConnection {
         self.tell(Down::Server(why));
     }
 
-    pub(super) fn hear(&self, reply: ServerReply) -> Result<(), String> {
+    pub(super) fn hear(&self, reply: ServerReply) -> Result<(), ConnectionEnd> {
         match reply {
-            ServerReply::Ping => self.say(ClientRequest::Pong)?,
+            ServerReply::Ping => self.send(ClientRequest::Pong)?,
             ServerReply::Look { look, words } => {
                 let describe = self.state.lock().describe.clone();
                 let status = describe.map(|describe| describe(&words));
                 let status = status.ok_or("it is starting".to_owned());
-                self.say(ClientRequest::Status { look, status })?;
+                self.send(ClientRequest::Status { look, status })?;
             }
             ServerReply::Busy {
                 epoch,
@@ -421,9 +437,7 @@ impl ServerConnection {
             ServerReply::Down { process, why } => {
                 let processes = self.state.lock().processes;
                 if process.index() >= processes {
-                    return Err(format!(
-                        "it says that process {process} is down, of {processes}"
-                    ));
+                    return Err(ConnectionEnd::NoSuchProcess { process, processes });
                 }
                 self.tell(Down::Process(process, why));
             }
@@ -458,14 +472,14 @@ impl ServerConnection {
         ask: u64,
         process: ProcessId,
         status: ProcessStatus,
-    ) -> Result<(), String> {
+    ) -> Result<(), ConnectionEnd> {
         let mut state = self.state.lock();
         // A look that has timed out is no longer open.
         if state.asks.contains_key(&ask)
             && (state.statuses.len() >= MOST_STATUSES
                 || state.statuses.insert(process, status).is_some())
         {
-            return Err(format!("it told the status of process {process} twice"));
+            return Err(ConnectionEnd::StatusTwice { process });
         }
         Ok(())
     }
@@ -475,12 +489,12 @@ impl ServerConnection {
         &self,
         ask: u64,
         mut result: Result<RequestAnswer, RendezvousError>,
-    ) -> Result<(), String> {
+    ) -> Result<(), ConnectionEnd> {
         let mut state = self.state.lock();
         if let Ok(RequestAnswer::Members { members, more, .. }) = &mut result {
             state.members.extend_from_slice(members);
             if state.members.len() > MOST_STATUSES {
-                return Err("it names more members than any job has".to_owned());
+                return Err(ConnectionEnd::TooManyMembers);
             }
             if *more {
                 return Ok(());

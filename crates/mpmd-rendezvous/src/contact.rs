@@ -50,7 +50,28 @@ pub(super) struct ServiceContact {
     /// connection to it says nothing.
     is_handed_over: bool,
     /// The reason why the others may have gone on without this process.
-    doubt: Option<String>,
+    doubt: Option<ContactDoubt>,
+}
+
+/// The reason why the others may have ended the job without this process. The messages call this
+/// process `it`.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(super) enum ContactDoubt {
+    #[error("it was stopped for {stopped:.1?}")]
+    Stopped { stopped: Duration },
+    #[error("the job has given it up: {why}")]
+    GivenUp { why: String },
+    #[error("it was stopped when its connection was closed")]
+    StoppedAtEnd,
+    /// The service was silent when the connection was closed.
+    #[error("it had heard nothing of the job for {silent:.1?}")]
+    SilentAtEnd { silent: Duration },
+    #[error("its connection was cut while the service was there")]
+    CutOff,
+    #[error("it has heard nothing of the job for {silent:.1?}")]
+    Silent { silent: Duration },
+    #[error("it has not been in contact with it")]
+    NoContact,
 }
 
 /// A process's knowledge of the end of its contact with the service.
@@ -80,7 +101,7 @@ impl ServiceContact {
             self.woke = Some(now);
         }
         if stopped > self.peer_timeout {
-            self.doubts(format!("it was stopped for {stopped:.1?}"));
+            self.doubts(ContactDoubt::Stopped { stopped });
         }
     }
 
@@ -97,7 +118,9 @@ impl ServiceContact {
 
     /// Notes that the service has given this process up.
     pub(super) fn is_given_up(&mut self, why: &str) {
-        self.doubts(format!("the job has given it up: {why}"));
+        self.doubts(ContactDoubt::GivenUp {
+            why: why.to_owned(),
+        });
     }
 
     /// Notes that the connection was closed, without a word that the job has ended. `is_refused` is
@@ -110,9 +133,9 @@ impl ServiceContact {
             .woke
             .is_some_and(|woke| now.saturating_sub(woke) <= SEEN_WITHIN)
         {
-            self.doubts("it was stopped when its connection was closed".to_owned());
+            self.doubts(ContactDoubt::StoppedAtEnd);
         } else if silent > self.peer_timeout {
-            self.doubts(format!("it had heard nothing of the job for {silent:.1?}"));
+            self.doubts(ContactDoubt::SilentAtEnd { silent });
         } else if !is_refused {
             self.is_cut_off = true;
         }
@@ -120,8 +143,8 @@ impl ServiceContact {
         self.service_died = true;
     }
 
-    fn doubts(&mut self, why: String) {
-        self.doubt.get_or_insert(why);
+    fn doubts(&mut self, doubt: ContactDoubt) {
+        self.doubt.get_or_insert(doubt);
     }
 }
 
@@ -164,7 +187,7 @@ impl ServiceParting {
     /// # Errors
     ///
     /// The reason for which they may have.
-    pub(super) fn check(&self, is_first: bool, now: Duration) -> Result<(), String> {
+    pub(super) fn check(&self, is_first: bool, now: Duration) -> Result<(), ContactDoubt> {
         // invariant: one-end
         let contact = &self.0;
         if let Some(doubt) = &contact.doubt {
@@ -172,13 +195,13 @@ impl ServiceParting {
         }
 
         if contact.is_cut_off && !contact.is_handed_over {
-            return Err("its connection was cut while the service was there".to_owned());
+            return Err(ContactDoubt::CutOff);
         }
 
-        let since = now.saturating_sub(contact.heard);
-        match (is_first && contact.service_died) || since <= contact.peer_timeout {
+        let silent = now.saturating_sub(contact.heard);
+        match (is_first && contact.service_died) || silent <= contact.peer_timeout {
             true => Ok(()),
-            false => Err(format!("it has heard nothing of the job for {since:.1?}")),
+            false => Err(ContactDoubt::Silent { silent }),
         }
     }
 }

@@ -63,7 +63,7 @@ pub use error::RendezvousError;
 pub use facts::{Difference, Fact};
 pub use local::{LocalLink, LocalServer};
 pub use observer::JobObserver;
-pub use protocol::{MAX_VALUE_BYTES, VERSION};
+pub use protocol::{MAX_VALUE_BYTES, ProcessStatus, VERSION};
 pub use seeker::ServiceSeeker;
 pub use server::{RendezvousServer, ServerConfig};
 pub use size_range::SizeRange;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::connection::{ServerConnection, open};
-use super::protocol::{ClientRequest, RequestAnswer};
+use super::protocol::{ClientRequest, ProcessStatus, RequestAnswer};
 use super::{JoinConfig, RendezvousError, Token};
 use mpmd_proto::wire::ProcessId;
 
@@ -64,7 +64,7 @@ impl JobObserver {
         &self,
         words: &[u8],
         timeout: Duration,
-    ) -> Result<BTreeMap<ProcessId, Result<Vec<u8>, String>>, RendezvousError> {
+    ) -> Result<BTreeMap<ProcessId, ProcessStatus>, RendezvousError> {
         self.link.state.lock().statuses.clear();
         let request = |ask| ClientRequest::Look {
             ask,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{CommitStanding, FailureReport, Identity, JobMember, RendezvousError};
 use mpmd_handshake::Protocol;
-use mpmd_proto::control;
+use mpmd_proto::control::{self, ControlError};
 use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
@@ -118,8 +118,8 @@ pub(super) enum LeaveKind {
     GivesBack(String),
 }
 
-/// The status of a process in its own words, or the reason why there is none.
-pub(super) type ProcessStatus = Result<Vec<u8>, String>;
+/// The status of a process in its own encoding, or the reason why there is none, in words.
+pub type ProcessStatus = Result<Vec<u8>, String>;
 
 /// A server's message.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -269,6 +269,15 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
     Ok(bytes)
 }
 
+/// The fault of an invalid message. Always the sender's.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum FrameError {
+    #[error("a message announces {bytes} bytes; 1 to {MAX_FRAME_BYTES} are allowed")]
+    Length { bytes: usize },
+    #[error(transparent)]
+    Content(#[from] ControlError),
+}
+
 /// A buffer that cuts a byte stream into messages, in any pieces that it arrives.
 #[derive(Default)]
 pub(super) struct FrameBuffer {
@@ -283,9 +292,8 @@ impl FrameBuffer {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Decodes the next whole message. Returns `Ok(None)` if more bytes are needed, and a
-    /// description of the fault if the bytes are invalid.
-    pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
+    /// Decodes the next whole message. Returns `Ok(None)` if more bytes are needed.
+    pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, FrameError> {
         let rest = &self.bytes[self.taken..];
         let Some((length, rest)) = rest.split_first_chunk::<4>() else {
             return Ok(None);
@@ -293,15 +301,13 @@ impl FrameBuffer {
 
         let length = u32::from_le_bytes(*length) as usize;
         if length == 0 || length > MAX_FRAME_BYTES {
-            return Err(format!(
-                "a message announces {length} bytes; 1 to {MAX_FRAME_BYTES} are allowed"
-            ));
+            return Err(FrameError::Length { bytes: length });
         }
         let Some(payload) = rest.get(..length) else {
             return Ok(None);
         };
 
-        let message = control::decode(payload).map_err(|e| e.to_string())?;
+        let message = control::decode(payload)?;
         self.taken += 4 + length;
         Ok(Some(message))
     }
@@ -412,7 +418,7 @@ mod tests {
                 match frames.next() {
                     Ok(Some(message)) => heard.push(message),
                     Ok(None) => break,
-                    Err(why) => return (heard, Some(why)),
+                    Err(error) => return (heard, Some(error.to_string())),
                 }
             }
         }
@@ -585,6 +591,7 @@ mod tests {
             frames
                 .next::<ServerReply>()
                 .unwrap_err()
+                .to_string()
                 .contains("announces")
         );
         let mut frames = FrameBuffer::default();

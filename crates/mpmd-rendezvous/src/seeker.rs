@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use super::connect::{is_gone, is_heard};
-use super::contact::system_time;
+use super::contact::{ContactDoubt, system_time};
 use super::succession::{Deputy, ServicePlace};
 use super::{
     Heir, Identity, JoinConfig, Rendezvous, RendezvousError, RendezvousServer, ServerConfig,
@@ -159,11 +159,11 @@ impl ServiceSeeker {
     fn may_go_on(&self, is_first: bool) -> Result<(), RendezvousError> {
         let parted = match &self.parting {
             Some(parting) => parting.check(is_first, system_time()),
-            None => Err("it has not been in contact with it".to_owned()),
+            None => Err(ContactDoubt::NoContact),
         };
-        parted.map_err(|why| RendezvousError::Outlived {
+        parted.map_err(|doubt| RendezvousError::Outlived {
             server: self.service.clone(),
-            why,
+            why: doubt.to_string(),
         })
     }
 

@@ -27,6 +27,17 @@ pub(super) struct ShmAddress {
     name: [u8; NAME_BYTES],
 }
 
+/// The reason why a published text is no address.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum ShmAddressError {
+    /// The process has no address, for the reason that it published.
+    #[error("{0}")]
+    None(String),
+    /// The text is malformed.
+    #[error("{0:?} is no address of shared memory")]
+    Unreadable(String),
+}
+
 impl ShmAddress {
     /// Returns this process's address, with a new random name.
     pub(super) fn of_this_process() -> std::io::Result<Self> {
@@ -86,7 +97,7 @@ pub fn why_apart(a: &str, b: &str) -> Option<String> {
     let read = |text: &str| text.parse::<ShmAddress>();
     match (read(a), read(b)) {
         (Ok(a), Ok(b)) => a.apart_from(&b).map(str::to_owned),
-        (Err(why), _) | (_, Err(why)) => Some(why),
+        (Err(error), _) | (_, Err(error)) => Some(error.to_string()),
     }
 }
 
@@ -114,14 +125,14 @@ impl fmt::Display for ShmAddress {
 }
 
 impl FromStr for ShmAddress {
-    type Err = String;
+    type Err = ShmAddressError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ShmAddressError> {
         if let Some(why) = text.strip_prefix('!') {
-            return Err(why.to_owned());
+            return Err(ShmAddressError::None(why.to_owned()));
         }
 
-        let unreadable = || format!("{text:?} is no address of shared memory");
+        let unreadable = || ShmAddressError::Unreadable(text.to_owned());
         let fields: Vec<&str> = text.split('/').collect();
         let [NAME, version, boot, network, processes, user, name] = fields[..] else {
             return Err(unreadable());

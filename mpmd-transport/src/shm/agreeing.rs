@@ -49,7 +49,7 @@ impl ShmState {
             .filter(|(index, _)| is_asked(*index))
             .filter_map(|(index, peer)| Some((index, peer.as_ref()?)))
             .collect();
-        let samples = sharing.samples();
+        let samples = sharing.samples().map_err(|error| error.to_string());
 
         // The reason why memory cannot be shared, for each of `peers`.
         let mut why_not: Vec<Option<String>> = peers.iter().map(|_| None).collect();
@@ -149,7 +149,10 @@ fn try_all(
         };
 
         match *kind {
-            SAMPLE => note(&mut why, sharing.try_sample(rest).err()),
+            SAMPLE => {
+                let refused = sharing.try_sample(rest).err();
+                note(&mut why, refused.map(|error| error.to_string()));
+            }
             NO_MORE => {
                 match &why {
                     None => say(peer, GOOD, &[], deadline)?,

@@ -1,6 +1,8 @@
 //! Memory of other processes' devices that this process was given or has open.
 
 use std::any::Any;
+use std::io;
+use std::num::TryFromIntError;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -12,6 +14,22 @@ use super::reaper::Reaper;
 use super::returns::ReturnPath;
 use mpmd_memory::{DeviceMemory, Fence, Segment};
 use mpmd_proto::wire::ProcessId;
+
+/// The reason why a given segment of device memory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum DeviceSegmentError {
+    #[error(transparent)]
+    TooLong(#[from] TryFromIntError),
+    #[error("it is in the memory of a device of process {owner}, which has ended")]
+    Lost { owner: ProcessId },
+    #[error("this process has no devices that share memory")]
+    NoDevices,
+    /// The description is invalid here, or the driver refuses it.
+    #[error(transparent)]
+    Unopened(#[from] io::Error),
+    #[error("it has {actual} bytes and is announced with {announced}")]
+    OtherLength { actual: usize, announced: usize },
+}
 
 /// A segment of device memory that a peer has given.
 pub(super) struct DeviceGiven {
@@ -42,15 +60,14 @@ impl DeviceGiven {
         }
     }
 
-    /// Returns the segment, which its giver knows by `number`, and opens it if it is not open. The
-    /// error is a message for users.
+    /// Returns the segment, which its giver knows by `number`, and opens it if it is not open.
     pub(super) fn segment(
         &mut self,
         number: u32,
         returns: &Arc<ReturnPath>,
         mappings: &Mappings,
         devices: &DeviceLoans,
-    ) -> Result<Arc<Segment>, String> {
+    ) -> Result<Arc<Segment>, DeviceSegmentError> {
         let open = match &self.open {
             OpenSegment::First(segment) => Some(segment.clone()),
             OpenSegment::Again(segment) => segment.upgrade(),
@@ -60,19 +77,16 @@ impl DeviceGiven {
             return Ok(open);
         }
 
-        let bytes = usize::try_from(self.bytes).map_err(|error| error.to_string())?;
+        let bytes = usize::try_from(self.bytes)?;
         let is_gone = devices
             .gone
             .get(self.owner.index())
             .is_some_and(|gone| gone.load(Ordering::Acquire));
         if is_gone {
-            return Err(lost(self.owner));
+            return Err(DeviceSegmentError::Lost { owner: self.owner });
         }
 
-        let sharing = devices
-            .sharing
-            .get()
-            .ok_or("this process has no devices that share memory")?;
+        let sharing = devices.sharing.get().ok_or(DeviceSegmentError::NoDevices)?;
 
         let make = || {
             let memory = sharing.open(&self.words, bytes)?;
@@ -86,14 +100,12 @@ impl DeviceGiven {
             };
             Segment::of_device(Box::new(foreign)).map(Arc::new)
         };
-        let FoundSegment { segment, is_new } = mappings
-            .opened(&self.words, make)
-            .map_err(|error| error.to_string())?;
+        let FoundSegment { segment, is_new } = mappings.opened(&self.words, make)?;
         if segment.bytes() != bytes {
-            return Err(format!(
-                "it has {} bytes and is announced with {bytes}",
-                segment.bytes()
-            ));
+            return Err(DeviceSegmentError::OtherLength {
+                actual: segment.bytes(),
+                announced: bytes,
+            });
         }
 
         let is_first = is_new && matches!(self.open, OpenSegment::No);
@@ -194,12 +206,8 @@ impl Fence for OwnerFence {
 
     fn failure(&self) -> Option<String> {
         let is_gone = self.gone.get(self.owner.index())?.load(Ordering::Acquire);
-        is_gone.then(|| lost(self.owner))
+        is_gone.then(|| DeviceSegmentError::Lost { owner: self.owner }.to_string())
     }
-}
-
-fn lost(owner: ProcessId) -> String {
-    format!("it is in the memory of a device of process {owner}, which has ended")
 }
 
 impl DeviceMemory for ForeignMemory {

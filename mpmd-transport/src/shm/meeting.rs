@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{PidfdFlags, getuid, pidfd_open};
 
-use super::address::{ShmAddress, VERSION};
+use super::address::{ShmAddress, ShmAddressError, VERSION};
 use super::doorbell::Doorbell;
 use super::peer::{Inbound, Outbound, ShmPeer};
 use super::returns::ReturnPath;
@@ -249,7 +249,9 @@ impl ShmMeeting<'_> {
     /// Connects to process `peer` and says hello to it.
     fn call(&self, peer: ProcessId, address: &str) -> Result<PendingHandshake, TransportError> {
         let with = |error: io::Error| not_met(peer, "meeting", &error);
-        let address: ShmAddress = address.parse().map_err(|why: String| protocol(peer, why))?;
+        let address: ShmAddress = address
+            .parse()
+            .map_err(|error: ShmAddressError| protocol(peer, error.to_string()))?;
 
         let socket = Socket::connect(&address.socket_name(), self.deadline).map_err(with)?;
         // Another program may have taken the name.

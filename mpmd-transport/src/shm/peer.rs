@@ -10,7 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::devices::DeviceLoans;
 use super::doorbell::Doorbell;
-use super::foreign_memory::{DeviceGiven, ForeignMemory};
+use super::foreign_memory::{DeviceGiven, DeviceSegmentError, ForeignMemory};
 use super::futex::SystemFutex;
 use super::mappings::{HostGiven, Mappings};
 use super::record::ANNOUNCED;
@@ -338,8 +338,8 @@ enum GivenSegment {
 pub(super) enum NoSegment {
     /// The peer's packet was invalid, or this process lacks resources (the error says which).
     Fault(io::Error),
-    /// The segment is device memory that cannot be opened, for this reason.
-    Closed(String),
+    /// The segment is device memory that cannot be opened.
+    Closed(DeviceSegmentError),
 }
 
 impl Inbound {
@@ -507,7 +507,7 @@ impl Inbound {
             return false;
         };
         if let Some(arriving) = arriving {
-            arriving.pass(failure.map_or(Ok(()), Err));
+            arriving.pass(failure);
         }
         true
     }

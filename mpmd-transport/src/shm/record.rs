@@ -3,7 +3,7 @@
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind};
+use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind, WireError};
 
 /// Record kind: a message with its payload after the header.
 pub(super) const INLINE: u32 = 1;
@@ -90,15 +90,39 @@ pub(super) enum MessageRecord<'a> {
     Goodbye,
 }
 
-/// Decodes a record of the ring of messages. An error is the peer's fault.
-pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, String> {
+/// The fault of a malformed record. Always the peer's.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum RecordError {
+    #[error("a record of {bytes} bytes")]
+    CutHeader { bytes: usize },
+    #[error(transparent)]
+    Header(#[from] WireError),
+    #[error("{bytes} bytes of payload where {announced} are announced")]
+    PayloadLength { bytes: u64, announced: u64 },
+    #[error("a loan in {bytes} bytes")]
+    LoanLength { bytes: usize },
+    #[error("a part of the receiver's memory in {bytes} bytes")]
+    PartLength { bytes: usize },
+    #[error("a loan named in {bytes} bytes")]
+    LoanNumber { bytes: usize },
+    /// A message without a payload has a loan.
+    #[error("a message of kind {kind:?} with a loan")]
+    LendingKind { kind: MessageKind },
+    /// A message without pieces has an unavailable payload.
+    #[error("a message of kind {kind:?} that cannot be had")]
+    BrokenKind { kind: MessageKind },
+    /// The kind is unknown, or its records have another length.
+    #[error("a record of kind {kind} with {bytes} bytes")]
+    UnknownKind { kind: u32, bytes: usize },
+}
+
+/// Decodes a record of the ring of messages.
+pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, RecordError> {
     let header = || {
         let (header, rest) = bytes
             .split_first_chunk::<HEADER_BYTES>()
-            .ok_or_else(|| format!("a record of {} bytes", bytes.len()))?;
-        Header::decode(header)
-            .map(|header| (header, rest))
-            .map_err(|error| error.to_string())
+            .ok_or(RecordError::CutHeader { bytes: bytes.len() })?;
+        Ok::<_, RecordError>((Header::decode(header)?, rest))
     };
 
     let fits = |header: &Header, bytes: u64| {
@@ -106,9 +130,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, String>
         if announced == bytes {
             Ok(())
         } else {
-            Err(format!(
-                "{bytes} bytes of payload where {announced} are announced"
-            ))
+            Err(RecordError::PayloadLength { bytes, announced })
         }
     };
 
@@ -121,7 +143,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, String>
         LENT => {
             let (header, rest) = header()?;
             let lent = LoanRecord::read_from_bytes(rest)
-                .map_err(|_| format!("a loan in {} bytes", rest.len()))?;
+                .map_err(|_| RecordError::LoanLength { bytes: rest.len() })?;
             check_lending_kind(&header)?;
             fits(&header, lent.bytes.get())?;
             Ok(MessageRecord::Lent(header, lent))
@@ -129,7 +151,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, String>
         TO_OWNER => {
             let (header, rest) = header()?;
             let part = ToOwner::read_from_bytes(rest)
-                .map_err(|_| format!("a part of the receiver's memory in {} bytes", rest.len()))?;
+                .map_err(|_| RecordError::PartLength { bytes: rest.len() })?;
             check_lending_kind(&header)?;
             fits(&header, part.bytes.get())?;
             Ok(MessageRecord::ToOwner(header, part))
@@ -137,7 +159,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, String>
         LANDED => {
             let (loan, why) = bytes
                 .split_first_chunk()
-                .ok_or_else(|| format!("a loan named in {} bytes", bytes.len()))?;
+                .ok_or(RecordError::LoanNumber { bytes: bytes.len() })?;
             let why = String::from_utf8_lossy(why);
             Ok(MessageRecord::Landed(
                 u64::from_le_bytes(*loan),
@@ -147,10 +169,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, String>
         BROKEN => {
             let (header, why) = header()?;
             if !matches!(header.kind, MessageKind::Data | MessageKind::Eager) {
-                return Err(format!(
-                    "a message of kind {:?} that cannot be had",
-                    header.kind
-                ));
+                return Err(RecordError::BrokenKind { kind: header.kind });
             }
             Ok(MessageRecord::Broken(
                 header,
@@ -167,19 +186,19 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, String>
             bytes.as_chunks().0[0],
         ))),
         GOODBYE => Ok(MessageRecord::Goodbye),
-        kind => Err(format!(
-            "a record of kind {kind} with {} bytes",
-            bytes.len()
-        )),
+        kind => Err(RecordError::UnknownKind {
+            kind,
+            bytes: bytes.len(),
+        }),
     }
 }
 
 /// Checks the kind of a message with a payload that is not in its record.
-fn check_lending_kind(header: &Header) -> Result<(), String> {
+fn check_lending_kind(header: &Header) -> Result<(), RecordError> {
     if header.kind.carries_payload() {
         Ok(())
     } else {
-        Err(format!("a message of kind {:?} with a loan", header.kind))
+        Err(RecordError::LendingKind { kind: header.kind })
     }
 }
 
@@ -259,6 +278,7 @@ mod tests {
         assert!(
             read(INLINE, &with(&[1, 2]))
                 .unwrap_err()
+                .to_string()
                 .contains("2 bytes of payload where 3")
         );
         assert!(read(INLINE, &with(&[1, 2])[..40]).is_err());
@@ -266,6 +286,7 @@ mod tests {
         assert!(
             read(LENT, &with(&[0; 36]))
                 .unwrap_err()
+                .to_string()
                 .contains("0 bytes of payload where 3")
         );
         assert!(
@@ -274,6 +295,7 @@ mod tests {
         assert!(
             read(TO_OWNER, &with(&[0; 28]))
                 .unwrap_err()
+                .to_string()
                 .contains("0 bytes of payload where")
         );
         assert!(read(RETIRED, &[1, 2, 3]).is_err() && read(ANNOUNCED, &[1; 8]).is_err());
@@ -287,12 +309,16 @@ mod tests {
             let loan = [&grant[..], &vec![0; bytes]].concat();
             assert_eq!(
                 read(kind, &loan),
-                Err("a message of kind Grant with a loan".to_owned())
+                Err(RecordError::LendingKind {
+                    kind: MessageKind::Grant
+                })
             );
         }
         assert_eq!(
             read(BROKEN, &grant),
-            Err("a message of kind Grant that cannot be had".to_owned())
+            Err(RecordError::BrokenKind {
+                kind: MessageKind::Grant
+            })
         );
         assert!(read(LANDED, &[1; 7]).is_err() && read(BROKEN, &[1; 7]).is_err());
     }
@@ -352,7 +378,7 @@ mod tests {
                     | MessageRecord::Broken(..)
                     | MessageRecord::Goodbye,
                 ) => {}
-                Err(why) => assert!(!why.is_empty()),
+                Err(error) => assert!(!error.to_string().is_empty()),
             }
         });
     }

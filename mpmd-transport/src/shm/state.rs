@@ -249,7 +249,7 @@ impl ShmState {
         // Their waiters may ask if the peer is gone, so this comes after `peer_down`.
         landing
             .into_iter()
-            .for_each(|arriving| arriving.pass(Err(failure.clone())));
+            .for_each(|arriving| arriving.pass(Some(failure.clone())));
     }
 
     /// Ends the connection of a peer that sent an invalid record. The peer gets no reason.

@@ -67,7 +67,8 @@ impl ShmState {
 
     /// Decodes a record, and copies an inline payload to a buffer of its own.
     fn understand(&self, kind: u32, bytes: &[u8]) -> Result<ReceivedRecord, RecordFault> {
-        Ok(match read(kind, bytes).map_err(RecordFault::Theirs)? {
+        let record = read(kind, bytes).map_err(|error| RecordFault::Theirs(error.to_string()))?;
+        Ok(match record {
             MessageRecord::Inline(header, []) => ReceivedRecord::Message(header, Payload::Empty),
             MessageRecord::Inline(header, bytes) => {
                 let buffer = self.pool.allocate(bytes.len());
@@ -208,7 +209,7 @@ impl ShmState {
                     number: loan,
                 };
                 returns.give_back(loan, 0, is_copied);
-                return Ok(UnreadablePayload::failing(from, header, why));
+                return Ok(UnreadablePayload::failing(from, header, why.to_string()));
             }
         };
 

@@ -77,7 +77,7 @@ pub(super) fn start(processes: usize) -> Result<StartedEngine, TransportError> {
 pub(super) fn worker(processes: usize) -> Result<UcxWorker, TransportError> {
     let library = sys::library().map_err(|why| TransportError::Unavailable {
         transport: super::NAME,
-        why: why.to_owned(),
+        why: why.to_string(),
     })?;
     let settings = settings::unless_set(library.version, |variable| std::env::var(variable).ok());
     UcxWorker::new(processes, &settings, id::ALL).map_err(|error| error.environment("opening UCX"))

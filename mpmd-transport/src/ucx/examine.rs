@@ -12,7 +12,7 @@ pub fn examine() -> Result<UcxReport, TransportError> {
     drop(engine::worker(2)?);
     let library = sys::library().map_err(|why| TransportError::Unavailable {
         transport: super::NAME,
-        why: why.to_owned(),
+        why: why.to_string(),
     })?;
     Ok(UcxReport {
         version: library.version(),

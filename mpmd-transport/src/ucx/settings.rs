@@ -64,16 +64,18 @@ pub(super) fn unless_set(
             .is_none_or(|allowed| allows(allowed, names))
     };
 
-    let (shared_memory, tcp): (&[UcxSetting], &[UcxSetting]) = match version < (1, 17, 0) {
-        true => (&[SHARED_MEMORY], &[TCP_PARTS_BEFORE_1_17]),
-        false => (&[POSIX, SYSV], &[TCP_PARTS]),
+    let is_old = version < (1, 17, 0);
+    let uses_shared_memory = uses(&["mm", "posix", "shm", "sm", "sysv"]);
+    let shared_memory: &[UcxSetting] = match (uses_shared_memory, is_old) {
+        (false, _) => &[],
+        (true, true) => &[SHARED_MEMORY],
+        (true, false) => &[POSIX, SYSV],
     };
-    let shared_memory: &[UcxSetting] = if uses(&["mm", "posix", "shm", "sm", "sysv"]) {
-        shared_memory
-    } else {
-        &[]
+    let tcp: &[UcxSetting] = match (uses(&["tcp"]), is_old) {
+        (false, _) => &[],
+        (true, true) => &[TCP_PARTS_BEFORE_1_17],
+        (true, false) => &[TCP_PARTS],
     };
-    let tcp: &[UcxSetting] = if uses(&["tcp"]) { tcp } else { &[] };
 
     let settings = shared_memory.iter().chain(tcp).chain([&KEEPALIVE]);
     let free = settings.filter(|setting| {

@@ -141,18 +141,49 @@ pub(super) struct UcxLibrary {
 }
 
 /// Returns the library, which the first call loads, or the reason why there is none.
-pub(super) fn library() -> Result<&'static UcxLibrary, &'static str> {
-    static LOADED: OnceLock<Result<UcxLibrary, String>> = OnceLock::new();
-    LOADED
-        .get_or_init(UcxLibrary::load)
-        .as_ref()
-        .map_err(String::as_str)
+pub(super) fn library() -> Result<&'static UcxLibrary, &'static NoUcxLibrary> {
+    static LOADED: OnceLock<Result<UcxLibrary, NoUcxLibrary>> = OnceLock::new();
+    LOADED.get_or_init(UcxLibrary::load).as_ref()
+}
+
+/// The reason why UCX's library cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum NoUcxLibrary {
+    /// No file could be loaded, with the reasons.
+    #[error(
+        "no {LIBRARY} can be loaded ({}); name its folder in LD_LIBRARY_PATH, or its file in \
+         {LIBRARY_VARIABLE}",
+        tried.join("; ")
+    )]
+    NotFound { tried: Vec<String> },
+    /// A function that this transport needs is missing.
+    #[error("{}: {error}", place.display())]
+    NoFunction {
+        place: PathBuf,
+        error: libloading::Error,
+    },
+    #[error(
+        "{} is UCX {version}; needed is {}.{} or a later {}.x",
+        path.display(),
+        API.0,
+        API.1,
+        API.0
+    )]
+    Version { path: PathBuf, version: String },
+    /// The library `part` belongs to another installation.
+    #[error(
+        "{} has come with {}, of another UCX; put the folder of one of them first in \
+         LD_LIBRARY_PATH",
+        path.display(),
+        part.display()
+    )]
+    Mixed { path: PathBuf, part: PathBuf },
 }
 
 impl UcxLibrary {
     /// Loads the library from the path in `MPMD_UCX_LIBRARY`. Without that variable, asks the
     /// system's loader, then looks at the build's own copies beside the program.
-    fn load() -> Result<Self, String> {
+    fn load() -> Result<Self, NoUcxLibrary> {
         let mut tried = Vec::new();
         let named = env::var_os(LIBRARY_VARIABLE)
             .filter(|name| !name.is_empty())
@@ -179,16 +210,14 @@ impl UcxLibrary {
             }
         }
 
-        Err(format!(
-            "no {LIBRARY} can be loaded ({}); name its folder in LD_LIBRARY_PATH, or its file in \
-             {LIBRARY_VARIABLE}",
-            tried.join("; ")
-        ))
+        Err(NoUcxLibrary::NotFound { tried })
     }
 
-    fn of(library: libloading::Library, place: &Path) -> Result<Self, String> {
-        let functions =
-            Functions::of(&library).map_err(|error| format!("{}: {error}", place.display()))?;
+    fn of(library: libloading::Library, place: &Path) -> Result<Self, NoUcxLibrary> {
+        let functions = Functions::of(&library).map_err(|error| NoUcxLibrary::NoFunction {
+            place: place.to_owned(),
+            error,
+        })?;
         let mut major = 0;
         let mut minor = 0;
         let mut patch = 0;
@@ -198,23 +227,13 @@ impl UcxLibrary {
 
         let path = mapped(LIBRARY).unwrap_or_else(|| place.to_owned());
         if major != API.0 || minor < API.1 {
-            return Err(format!(
-                "{} is UCX {major}.{minor}.{patch}; needed is {}.{} or a later {}.x",
-                path.display(),
-                API.0,
-                API.1,
-                API.0
-            ));
+            let version = format!("{major}.{minor}.{patch}");
+            return Err(NoUcxLibrary::Version { path, version });
         }
         if let Some(part) = mapped("libucs.so.0")
             && part.parent() != path.parent()
         {
-            return Err(format!(
-                "{} has come with {}, of another UCX; put the folder of one of them first in \
-                 LD_LIBRARY_PATH",
-                path.display(),
-                part.display()
-            ));
+            return Err(NoUcxLibrary::Mixed { path, part });
         }
 
         Ok(Self {
@@ -273,26 +292,48 @@ fn built(program: &Path) -> BuiltCopies {
     copies
 }
 
+/// The reason why a copy of the library is not loaded unless the user names it.
+#[derive(Debug, thiserror::Error)]
+enum UntrustedPath {
+    /// The links of the path cannot be resolved.
+    #[error(transparent)]
+    Unresolved(#[from] std::io::Error),
+    #[error("{}: {error}", path.display())]
+    Unreadable {
+        path: PathBuf,
+        error: std::io::Error,
+    },
+    #[error("{} belongs to user {user}", path.display())]
+    Foreign { path: PathBuf, user: u32 },
+    #[error("{} can be written by others than its owner", path.display())]
+    Writable { path: PathBuf },
+}
+
 /// Resolves the links in a file's path. Returns an error if another user could have replaced the
 /// file, a file that it loads from its folder, or a folder above it.
-fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
-    let file = file.canonicalize().map_err(|error| error.to_string())?;
+fn out_of_others_reach(file: &Path) -> Result<PathBuf, UntrustedPath> {
+    let file = file.canonicalize()?;
     let own = geteuid().as_raw();
     for (height, path) in file.ancestors().enumerate() {
         let data = path
             .symlink_metadata()
-            .map_err(|error| format!("{}: {error}", path.display()))?;
+            .map_err(|error| UntrustedPath::Unreadable {
+                path: path.to_owned(),
+                error,
+            })?;
         if data.uid() != 0 && data.uid() != own {
-            return Err(format!("{} belongs to user {}", path.display(), data.uid()));
+            return Err(UntrustedPath::Foreign {
+                path: path.to_owned(),
+                user: data.uid(),
+            });
         }
 
         // In a sticky folder such as /tmp, only the owner of an entry can replace it.
         let keeps_entries = height > 1 && data.mode() & STICKY != 0;
         if data.mode() & WRITABLE_BY_OTHERS != 0 && !keeps_entries {
-            return Err(format!(
-                "{} can be written by others than its owner",
-                path.display()
-            ));
+            return Err(UntrustedPath::Writable {
+                path: path.to_owned(),
+            });
         }
     }
     Ok(file)

@@ -8,7 +8,7 @@ use super::safe::{MessageBody, OpId, OperationMemory, SendOutcome};
 use super::state::{HandlerCall, PendingOperation, StoredMessage, UcxEngine, UnfetchedPayload, id};
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
-use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind, ProcessId};
+use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind, ProcessId, WireError};
 
 /// Data payloads of at least this many bytes stay with the sender until the receiver fetches them.
 /// For smaller ones a round trip does not pay.
@@ -16,6 +16,17 @@ const RENDEZVOUS_BYTES: usize = 8 << 10;
 
 /// Number of bytes of the sender's id and the pass, in front of the header.
 pub(super) const PREFIX_BYTES: usize = 8;
+
+/// The fault of a message that does not fit its header. Always the peer's.
+#[derive(Debug, thiserror::Error)]
+enum HeaderFault {
+    #[error("a header of {bytes} bytes")]
+    Length { bytes: usize },
+    #[error(transparent)]
+    Header(#[from] WireError),
+    #[error("a header that announces {announced} bytes with {bytes}")]
+    Payload { announced: u64, bytes: u64 },
+}
 
 impl UcxEngine {
     /// Sets the handler, and makes the calls that waited for it.
@@ -206,6 +217,7 @@ impl UcxEngine {
             Ok(header) => header,
             Err(why) => {
                 self.throw_away(body);
+                let why = why.to_string();
                 return self.shut_out(from, TransportError::Protocol { peer: from, why });
             }
         };
@@ -241,11 +253,11 @@ impl UcxEngine {
     }
 
     /// Decodes a header, and compares it to the payload.
-    fn read(&self, header: &[u8], body: &MessageBody) -> Result<Header, String> {
-        let header: &[u8; HEADER_BYTES] = header
-            .try_into()
-            .map_err(|_| format!("a header of {} bytes", header.len()))?;
-        let header = Header::decode(header).map_err(|error| error.to_string())?;
+    fn read(&self, header: &[u8], body: &MessageBody) -> Result<Header, HeaderFault> {
+        let header: &[u8; HEADER_BYTES] = header.try_into().map_err(|_| HeaderFault::Length {
+            bytes: header.len(),
+        })?;
+        let header = Header::decode(header)?;
 
         let bytes = match body {
             MessageBody::Empty => 0,
@@ -253,10 +265,10 @@ impl UcxEngine {
             MessageBody::There(_, bytes) => *bytes as u64,
         };
         if bytes != header.payload_bytes() {
-            return Err(format!(
-                "a header that announces {} bytes with {bytes}",
-                header.payload_bytes()
-            ));
+            return Err(HeaderFault::Payload {
+                announced: header.payload_bytes(),
+                bytes,
+            });
         }
         Ok(header)
     }

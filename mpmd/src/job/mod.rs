@@ -41,7 +41,7 @@ use signal_hook::consts::SIGXFSZ;
 
 pub use inputs::{ComparedOptions, JobInputs};
 pub use mpmd_launch::printable;
-pub use numbers::{at_least, not_negative, positive};
+pub use numbers::{NumberError, at_least, not_negative, positive};
 
 /// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
 /// for a last step, a checkpoint and the final messages.

@@ -8,15 +8,26 @@ pub fn at_least(least: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(least..=1 << 30)
 }
 
+/// The error of a text that is no number, or not in the range of an option.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum NumberError {
+    /// The number must be finite, and zero or greater.
+    #[error("expected a number that is not negative")]
+    Negative,
+    /// The number must be finite and greater than zero.
+    #[error("expected a number greater than zero")]
+    NotPositive,
+}
+
 /// Parses a number that is finite and not negative, such as a learning rate.
 ///
 /// # Errors
 ///
 /// If it is another number, or none.
-pub fn not_negative(text: &str) -> Result<f64, String> {
+pub fn not_negative(text: &str) -> Result<f64, NumberError> {
     match text.parse::<f64>() {
         Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
-        _ => Err("expected a number that is not negative".to_owned()),
+        _ => Err(NumberError::Negative),
     }
 }
 
@@ -25,10 +36,10 @@ pub fn not_negative(text: &str) -> Result<f64, String> {
 /// # Errors
 ///
 /// If it is another number, or none.
-pub fn positive(text: &str) -> Result<f64, String> {
+pub fn positive(text: &str) -> Result<f64, NumberError> {
     match text.parse::<f64>() {
         Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
-        _ => Err("expected a number greater than zero".to_owned()),
+        _ => Err(NumberError::NotPositive),
     }
 }
 

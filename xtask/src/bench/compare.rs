@@ -81,11 +81,12 @@ pub(super) fn ratios(tree: &[Option<f64>], against: &[Option<f64>], better: Bett
         .zip(against)
         .filter_map(|(tree, against)| Some(((*tree)?, (*against)?)));
     let positive = both.filter(|(tree, against)| *tree > 0.0 && *against > 0.0);
-    let ratio = |(tree, against): (f64, f64)| match better {
-        Better::Lower => tree / against,
-        Better::Higher => against / tree,
-    };
-    positive.map(ratio).collect()
+    positive
+        .map(|(tree, against)| match better {
+            Better::Lower => tree / against,
+            Better::Higher => against / tree,
+        })
+        .collect()
 }
 
 #[cfg(test)]

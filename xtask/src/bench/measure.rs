@@ -166,8 +166,8 @@ fn run(measurement: &Measurement, programs: &Programs, place: &MeasurePlace<'_>)
                 .iter()
                 .map(|figure| figure.read(&said.stdout));
             figures
-                .collect::<Result<_, _>>()
-                .map_or_else(Ran::Failed, Ran::Done)
+                .collect::<anyhow::Result<_>>()
+                .map_or_else(|error| Ran::Failed(error.to_string()), Ran::Done)
         }
         Some(USAGE) => Ran::Absent(format!("does not have it: {}", said.first_words())),
         _ => Ran::Failed(said.last_words()),

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use anyhow::{Context as _, bail};
+
 use super::set::{Measurement, SET};
 
 /// Number of pairs without `--pairs`.
@@ -32,8 +34,8 @@ impl BenchOptions {
     ///
     /// # Errors
     ///
-    /// A message for people, if an argument is unknown or wrong.
-    pub(crate) fn parse(arguments: &[&str]) -> Result<Self, String> {
+    /// If an argument is unknown or wrong.
+    pub(crate) fn parse(arguments: &[&str]) -> anyhow::Result<Self> {
         let mut options = Self {
             against: None,
             pairs: PAIRS,
@@ -49,14 +51,15 @@ impl BenchOptions {
             let mut value = || {
                 rest.next()
                     .copied()
-                    .ok_or(format!("{argument} takes a value"))
+                    .with_context(|| format!("{argument} takes a value"))
             };
             match *argument {
                 "--against" => options.against = Some(value()?.to_owned()),
                 "--pairs" => {
                     let text = value()?;
                     let pairs = text.parse().ok().filter(|pairs| *pairs > 0);
-                    options.pairs = pairs.ok_or(format!("--pairs {text} is no number"))?;
+                    options.pairs =
+                        pairs.with_context(|| format!("--pairs {text} is no number"))?;
                 }
                 "--only" => {
                     options.only = value()?.split(',').map(named).collect::<Result<_, _>>()?
@@ -65,33 +68,32 @@ impl BenchOptions {
                 "--at-most" => {
                     let text = value()?;
                     let ratio = text.parse().ok().filter(|ratio| *ratio > 0.0);
-                    options.at_most = Some(ratio.ok_or(format!("--at-most {text} is no ratio"))?);
+                    let ratio = ratio.with_context(|| format!("--at-most {text} is no ratio"))?;
+                    options.at_most = Some(ratio);
                 }
                 "--record" => options.record = true,
                 "--list" => options.list = true,
-                other => return Err(format!("there is no argument {other}")),
+                other => bail!("there is no argument {other}"),
             }
         }
 
         if options.against.is_some() && options.pairs < FEWEST_PAIRS {
-            return Err(format!(
-                "a spread of ratios takes {FEWEST_PAIRS} pairs or more"
-            ));
+            bail!("a spread of ratios takes {FEWEST_PAIRS} pairs or more");
         }
         if options.against.is_none() && options.at_most.is_some() {
-            return Err("--at-most limits ratios, which need --against".to_owned());
+            bail!("--at-most limits ratios, which need --against");
         }
         if options.record && options.only.len() < SET.len() {
-            return Err("a record has all measurements: leave --only out".to_owned());
+            bail!("a record has all measurements: leave --only out");
         }
         Ok(options)
     }
 }
 
-fn named(name: &str) -> Result<&'static Measurement, String> {
+fn named(name: &str) -> anyhow::Result<&'static Measurement> {
     SET.iter()
         .find(|measurement| measurement.name == name)
-        .ok_or_else(|| {
+        .with_context(|| {
             let names: Vec<&str> = SET.iter().map(|measurement| measurement.name).collect();
             format!(
                 "there is no measurement {name:?}; there are {}",
@@ -147,7 +149,10 @@ mod tests {
             ("--record --only reshard", "leave --only out"),
         ] {
             let parsed = BenchOptions::parse(&arguments.split(' ').collect::<Vec<_>>());
-            let why = parsed.err().unwrap_or_default();
+            let Err(error) = parsed else {
+                panic!("{arguments} is taken")
+            };
+            let why = error.to_string();
             assert!(why.contains(reason), "{arguments}: {why}");
         }
     }

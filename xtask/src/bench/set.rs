@@ -1,6 +1,7 @@
 //! The fixed set of measurements, and how their figures are read from a program's output. Does no
 //! I/O.
 
+use anyhow::anyhow;
 use serde_json::Value;
 
 /// One run of a program, which gives several figures.
@@ -243,13 +244,13 @@ impl FigureSpec {
     /// # Errors
     ///
     /// If a line of JSON is damaged.
-    pub(super) fn read(&self, output: &str) -> Result<Option<f64>, String> {
+    pub(super) fn read(&self, output: &str) -> anyhow::Result<Option<f64>> {
         let found = match self.at {
             FigurePosition::Median { case, parameters } => {
                 let lines = output.lines().filter(|line| line.starts_with('{'));
                 let lines = lines.map(|line| serde_json::from_str::<Value>(line).map_err(|_| line));
                 let lines = lines.collect::<Result<Vec<_>, _>>();
-                let lines = lines.map_err(|line| format!("no JSON: {line}"))?;
+                let lines = lines.map_err(|line| anyhow!("no JSON: {line}"))?;
                 let wanted = lines.iter().find(|line| {
                     line["name"] == case
                         && line["parameters"]
@@ -282,15 +283,18 @@ mod tests {
     #[test]
     fn first_case_with_these_parameters_counts() {
         let of = |case, parameters| median("", case, parameters, "", Lower).read(LINES);
-        assert_eq!(of("a", "1 MiB, 1 p"), Ok(Some(2.5)));
-        assert_eq!(of("a", "1 MiB, 14"), Ok(Some(1.5)));
+        assert_eq!(of("a", "1 MiB, 1 p").unwrap(), Some(2.5));
+        assert_eq!(of("a", "1 MiB, 14").unwrap(), Some(1.5));
         // No such case, no such parameters, no number.
         assert_eq!(
-            [of("c", ""), of("a", "2 MiB"), of("b", "x")],
-            [Ok(None), Ok(None), Ok(None)]
+            [of("c", ""), of("a", "2 MiB"), of("b", "x")].map(Result::unwrap),
+            [None, None, None]
         );
         let damaged = median("", "a", "", "", Lower).read("{\"name\":\"a\",");
-        assert_eq!(damaged, Err("no JSON: {\"name\":\"a\",".to_owned()));
+        assert_eq!(
+            damaged.unwrap_err().to_string(),
+            "no JSON: {\"name\":\"a\","
+        );
     }
 
     #[test]

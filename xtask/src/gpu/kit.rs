@@ -362,7 +362,7 @@ fn laid(
             .filter_map(|line| line.strip_suffix(": test"))
             .collect();
         let names = named(&listed, &registered)
-            .map_err(|name| anyhow!("{} has no test {name}", path.display()))?;
+            .map_err(|UnlistedTest(name)| anyhow!("{} has no test {name}", path.display()))?;
         link(path, &folder.join("deps").join(file))?;
         manifest.extend(names.iter().map(|name| format!("deps/{file} {name}\n")));
     }
@@ -396,9 +396,15 @@ fn registered(executable: &[u8]) -> BTreeSet<String> {
     found
 }
 
-/// Returns the listed tests that are registered. The error is a registered name that no listed test
-/// has.
-fn named<'a>(listed: &[&'a str], registered: &BTreeSet<String>) -> Result<Vec<&'a str>, String> {
+/// A registered name that no listed test has.
+#[derive(Debug, Eq, PartialEq)]
+struct UnlistedTest(String);
+
+/// Returns the listed tests that are registered. Fails if one of them is not listed.
+fn named<'a>(
+    listed: &[&'a str],
+    registered: &BTreeSet<String>,
+) -> Result<Vec<&'a str>, UnlistedTest> {
     let mut names = BTreeSet::new();
     for full in registered {
         // The name of the crate comes first. A longer name may end with a shorter one.
@@ -408,7 +414,7 @@ fn named<'a>(listed: &[&'a str], registered: &BTreeSet<String>) -> Result<Vec<&'
         });
         let name = ends
             .max_by_key(|name| name.len())
-            .ok_or_else(|| full.clone())?;
+            .ok_or_else(|| UnlistedTest(full.clone()))?;
         names.insert(*name);
     }
     Ok(names.into_iter().collect())
@@ -799,7 +805,7 @@ pub(super) mod tests {
         assert_eq!(named(&listed, &two), Ok(vec!["a::two", "cuda::one"]));
         assert_eq!(
             named(&listed[2..], &two),
-            Err("wordsall::cuda::one".to_owned())
+            Err(UnlistedTest("wordsall::cuda::one".to_owned()))
         );
     }
 

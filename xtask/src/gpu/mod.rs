@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::commands::target;
@@ -66,8 +66,8 @@ impl GpuOptions {
     ///
     /// # Errors
     ///
-    /// A message for people, if an argument is unknown or wrong.
-    pub(crate) fn parse(arguments: &[&str]) -> Result<Self, String> {
+    /// If an argument is unknown or wrong.
+    pub(crate) fn parse(arguments: &[&str]) -> anyhow::Result<Self> {
         let mut options = Self {
             way: GpuCommand::Here,
             content: &FRAMEWORK,
@@ -81,7 +81,7 @@ impl GpuOptions {
             let mut value = || {
                 rest.next()
                     .copied()
-                    .ok_or(format!("{argument} takes a value"))
+                    .with_context(|| format!("{argument} takes a value"))
             };
             match *argument {
                 "--list" => options.way = GpuCommand::List,
@@ -96,20 +96,18 @@ impl GpuOptions {
                         .find(|name| STAGES.iter().all(|stage| stage.name != **name))
                     {
                         let all: Vec<&str> = STAGES.iter().map(|stage| stage.name).collect();
-                        return Err(format!(
-                            "there is no stage {name:?}; there are {}",
-                            all.join(", ")
-                        ));
+                        bail!("there is no stage {name:?}; there are {}", all.join(", "));
                     }
                     options.stages.retain(|stage| names.contains(&stage.name));
                 }
                 "--limit" => {
                     let text = value()?;
                     let limit = text.parse().ok().filter(|limit| *limit > 0);
-                    let limit = limit.ok_or(format!("--limit {text} is no number of seconds"))?;
+                    let limit =
+                        limit.with_context(|| format!("--limit {text} is no number of seconds"))?;
                     options.limit = Duration::from_secs(limit);
                 }
-                other => return Err(format!("there is no argument {other}")),
+                other => bail!("there is no argument {other}"),
             }
         }
         Ok(options)
@@ -204,7 +202,7 @@ fn staged(kit: &Kit, options: &GpuOptions, stop: Arc<AtomicBool>) -> anyhow::Res
 mod options {
     use super::*;
 
-    fn parsed(arguments: &str) -> Result<GpuOptions, String> {
+    fn parsed(arguments: &str) -> anyhow::Result<GpuOptions> {
         GpuOptions::parse(&arguments.split_whitespace().collect::<Vec<_>>())
     }
 
@@ -247,7 +245,10 @@ mod options {
                 "no stage \"test\"; there are facts, doctor, ",
             ),
         ] {
-            let why = parsed(arguments).err().unwrap_or_default();
+            let Err(error) = parsed(arguments) else {
+                panic!("{arguments} is taken")
+            };
+            let why = error.to_string();
             assert!(why.contains(reason), "{arguments}: {why}");
         }
     }

@@ -260,8 +260,10 @@ fn gpt(turn: &mut StageTurn<'_>) {
 
     let near = losses(&kernels);
     let far = losses(&cpu);
-    let is_near = |(near, far): (&f64, &f64)| (near - far).abs() <= 1e-4 * far;
-    if near.is_empty() || near.len() != far.len() || !near.iter().zip(&far).all(is_near) {
+    let is_near = |near: f64, far: f64| (near - far).abs() <= 1e-4 * far;
+    let mut pairs = near.iter().zip(&far);
+    if near.is_empty() || near.len() != far.len() || !pairs.all(|(near, far)| is_near(*near, *far))
+    {
         turn.failed(
             "the losses of kernels are not those of the CPU",
             &format!("{kernels}\n{cpu}"),

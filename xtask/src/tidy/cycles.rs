@@ -49,12 +49,14 @@ pub(crate) fn crates(sources: &[SourceFile]) -> Vec<Crate<'_>> {
         .collect();
 
     let is_root = |path: &str| {
-        let is_program = |(_, name): (_, &str)| {
+        let is_program = |name: &str| {
             !name.contains('/') || name.ends_with("/main.rs") && name.matches('/').count() == 1
         };
         path.ends_with("src/lib.rs")
             || path.ends_with("src/main.rs")
-            || path.split_once("src/bin/").is_some_and(is_program)
+            || path
+                .split_once("src/bin/")
+                .is_some_and(|(_, name)| is_program(name))
     };
     let roots = sources
         .iter()

@@ -455,14 +455,16 @@ mod tests {
     fn hand_overs_in_new_memory_are_separate() {
         let given: Vec<u64> = (0..9).map(|i| i * 100_000).collect();
         // 50 us each in new memory, else 3 us.
-        let had = |(i, given): (usize, &u64)| {
-            let is_new = i % 3 == 0;
-            NoticedArrival {
-                ready: given + if is_new { 50_000 } else { 3_000 },
-                is_new,
-            }
-        };
-        let had: Vec<NoticedArrival> = given.iter().enumerate().map(had).collect();
+        let numbered = given.iter().enumerate();
+        let had: Vec<NoticedArrival> = numbered
+            .map(|(i, given)| {
+                let is_new = i % 3 == 0;
+                NoticedArrival {
+                    ready: given + if is_new { 50_000 } else { 3_000 },
+                    is_new,
+                }
+            })
+            .collect();
         let found = evaluate(1 << 20, &given, &had);
         let tests = [P2pTest::Handover, P2pTest::HandoverWarmUp];
         assert_eq!(

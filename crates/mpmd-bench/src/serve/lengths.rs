@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use mpmd::random::{Key, normal_f64, uniform_f64};
 
 /// Longest prompt or reply, in tokens.
@@ -36,9 +37,9 @@ impl Lengths {
 }
 
 impl FromStr for Lengths {
-    type Err = String;
+    type Err = anyhow::Error;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> anyhow::Result<Self> {
         let (name, rest) = text.split_once(':').unwrap_or(("constant", text));
         let number = |text: &str| {
             text.parse()
@@ -58,9 +59,9 @@ impl FromStr for Lengths {
             _ => None,
         };
         let is_right = |lengths: &Self| !matches!(lengths, Self::Uniform(low, high) if low > high);
-        lengths.filter(is_right).ok_or_else(|| {
-            "expected N, uniform:LOW..HIGH, exponential:MEAN or lognormal:MEDIAN,SIGMA".to_owned()
-        })
+        lengths
+            .filter(is_right)
+            .context("expected N, uniform:LOW..HIGH, exponential:MEAN or lognormal:MEDIAN,SIGMA")
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs;
 
 use mpmd_base::ProcessId;
 use mpmd_base::bytes_text;
-use mpmd_device::cuda::{self, Driver, FirstUses, GpuInfo, NoCuda};
+use mpmd_device::cuda::{self, CudaError, Driver, FirstUseError, FirstUses, GpuInfo, NoCuda};
 use mpmd_launch::variables;
 use mpmd_layout::topology::{DeviceKind, Topology};
 use serde::Serialize;
@@ -31,14 +31,14 @@ pub(super) enum CudaFacts {
         driver: Driver,
         /// The version of NVRTC, or the reason why it cannot be used. The same for `cublas` and
         /// `nccl`.
-        nvrtc: Result<String, String>,
-        cublas: Result<String, String>,
-        nccl: Result<String, String>,
+        nvrtc: Result<String, Box<NoCuda>>,
+        cublas: Result<String, Box<NoCuda>>,
+        nccl: Result<String, Box<NoCuda>>,
         /// True if this process has other process ids than on the host, as in a container.
         own_pids: bool,
         /// The first uses of the first GPU, or the reason why it cannot be opened. `None` if CUDA
         /// devices are not requested: then nothing is tried.
-        first_uses: Option<Result<Box<FirstUses>, String>>,
+        first_uses: Option<Result<Box<FirstUses>, CudaError>>,
     },
 }
 
@@ -46,23 +46,18 @@ impl CudaFacts {
     /// Starts the CUDA driver, if there is one, and gathers the facts about it and its libraries.
     /// If CUDA devices are `wanted`, also uses the first one.
     pub(super) fn look(wanted: bool) -> Self {
-        let words = |asked: Result<String, NoCuda>| asked.map_err(|error| error.to_string());
         match cuda::found() {
             Err(why) => Self::Missing {
                 why: why.to_string(),
             },
             Ok(driver) => Self::Found {
                 driver: driver.clone(),
-                nvrtc: words(cuda::nvrtc()),
-                cublas: words(cuda::cublas()),
-                nccl: words(cuda::nccl()),
+                nvrtc: cuda::nvrtc().map_err(Box::new),
+                cublas: cuda::cublas().map_err(Box::new),
+                nccl: cuda::nccl().map_err(Box::new),
                 own_pids: fs::read_link("/proc/self/ns/pid")
                     .is_ok_and(|name| name.as_os_str() != HOSTS_OWN),
-                first_uses: wanted.then(|| {
-                    cuda::first_uses(0)
-                        .map(Box::new)
-                        .map_err(|error| error.to_string())
-                }),
+                first_uses: wanted.then(|| cuda::first_uses(0).map(Box::new)),
             },
         }
     }
@@ -125,9 +120,9 @@ pub(super) fn judge(cuda: &CudaFacts, wanted: bool, joined: bool) -> Vec<DoctorF
     match first_uses {
         None => {}
         Some(Ok(uses)) => findings.extend([first(uses, stops), pinning(&uses.pinning_ms)]),
-        Some(Err(why)) => findings.push(finding(
+        Some(Err(error)) => findings.push(finding(
             "cuda first use",
-            why,
+            error.to_string(),
             stops,
             "programs with devices of kind cuda do not start",
         )),
@@ -167,7 +162,7 @@ fn first(uses: &FirstUses, failed: Verdict) -> DoctorFinding {
 }
 
 /// Judges if memory of the host that processes share can be pinned.
-fn pinning(took_ms: &Result<f64, String>) -> DoctorFinding {
+fn pinning(took_ms: &Result<f64, FirstUseError>) -> DoctorFinding {
     let name = "cuda pinning";
     match took_ms {
         Ok(millis) => finding(
@@ -240,15 +235,15 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> DoctorFinding {
 fn library(
     name: &'static str,
     library: &str,
-    found: &Result<String, String>,
+    found: &Result<String, Box<NoCuda>>,
     missing: Verdict,
     without: &str,
 ) -> DoctorFinding {
     match found {
         Ok(version) => finding(name, format!("{library} {version}"), Verdict::Ok, ""),
-        Err(why) => finding(
+        Err(error) => finding(
             name,
-            why,
+            error.to_string(),
             missing,
             format!("{without}; {library} comes with CUDA's toolkit or as a package"),
         ),
@@ -257,7 +252,11 @@ fn library(
 
 /// Judges if NCCL can be used for collectives of CUDA devices. `missing` is the verdict if it
 /// cannot.
-fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) -> DoctorFinding {
+fn collectives(
+    nccl: &Result<String, Box<NoCuda>>,
+    joined: bool,
+    missing: Verdict,
+) -> DoctorFinding {
     let name = "cuda collectives";
     match (nccl, joined) {
         (Ok(version), true) => finding(
@@ -275,7 +274,7 @@ fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) ->
             );
             finding(name, format!("NCCL {version}"), Verdict::Ok, advice)
         }
-        (Err(why), _) => {
+        (Err(error), _) => {
             let ways = match joined {
                 true => "they are asked to go by NCCL, so programs with such devices do not start",
                 false => "in kernels they go by the host's memory and the transports",
@@ -284,7 +283,7 @@ fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) ->
                 "{ways}; NCCL comes with NVIDIA's HPC SDK or as a package: the loader must find \
                  libnccl.so.2 or libnccl.so"
             );
-            finding(name, why, missing, advice)
+            finding(name, error.to_string(), missing, advice)
         }
     }
 }
@@ -392,12 +391,13 @@ mod tests {
     use super::*;
 
     fn check(cuda: &CudaFacts, wanted: bool, name: &str, verdict: Verdict, texts: &[&str]) {
-        check_for(cuda, (wanted, false), name, verdict, texts);
+        check_for(cuda, wanted, false, name, verdict, texts);
     }
 
     fn check_for(
         cuda: &CudaFacts,
-        (wanted, joined): (bool, bool),
+        wanted: bool,
+        joined: bool,
         name: &str,
         verdict: Verdict,
         texts: &[&str],
@@ -489,7 +489,12 @@ mod tests {
 
     #[test]
     fn missing_libraries_name_the_lost_feature() {
-        let gone = || Err("no such library".to_owned());
+        let gone = || {
+            Err(Box::new(NoCuda::NoSymbols {
+                library: "no such library",
+                symbols: Vec::new(),
+            }))
+        };
         let without = |which: usize| {
             with(|cuda| {
                 if let CudaFacts::Found {
@@ -523,7 +528,8 @@ mod tests {
         let asked = |wanted, verdict| {
             check_for(
                 &without(2),
-                (wanted, true),
+                wanted,
+                true,
                 "cuda collectives",
                 verdict,
                 &["no such library", "do not start"],
@@ -541,7 +547,8 @@ mod tests {
         );
         check_for(
             &well,
-            (true, true),
+            true,
+            true,
             "cuda collectives",
             Verdict::Ok,
             &["NCCL 2.26.2, which is asked for"],
@@ -595,9 +602,9 @@ mod tests {
         else {
             unreachable!()
         };
-        let broken = |change: fn(&mut FirstUses) -> &mut Result<f64, String>| {
+        let broken = |change: fn(&mut FirstUses) -> &mut Result<f64, FirstUseError>| {
             let mut uses = uses.clone();
-            *change(&mut uses) = Err("it broke".to_owned());
+            *change(&mut uses) = Err(CudaError::new("it broke", "", "").into());
             with_uses(Some(Ok(uses)))
         };
         let refused = broken(|uses| &mut uses.pinning_ms);
@@ -614,7 +621,7 @@ mod tests {
             "cuda first use",
             &["a compilation failed: it broke", "kernels"],
         );
-        let closed = with_uses(Some(Err("it cannot be opened".to_owned())));
+        let closed = with_uses(Some(Err(CudaError::new("it cannot be opened", "", ""))));
         stops(
             &closed,
             "cuda first use",

@@ -73,16 +73,23 @@ impl CaseSharding {
             field.find("device")?,
         ];
 
-        let (kind, known): (_, &[&str]) = match (mesh, chunk, shards, device) {
+        let known: &[&str];
+        let kind = match (mesh, chunk, shards, device) {
             (Some(mesh), None, None, None) => {
-                (read_named(field, &mesh)?, &["mesh", "spec", "unreduced"])
+                known = &["mesh", "spec", "unreduced", "memory_kind"];
+                read_named(field, &mesh)?
             }
-            (None, Some(chunk), None, None) => (read_chunk(&chunk)?, &["chunk"]),
+            (None, Some(chunk), None, None) => {
+                known = &["chunk", "memory_kind"];
+                read_chunk(&chunk)?
+            }
             (None, None, Some(shards), None) => {
-                (CaseKind::Shards(shards.list(read_shard)?), &["shards"])
+                known = &["shards", "memory_kind"];
+                CaseKind::Shards(shards.list(read_shard)?)
             }
             (None, None, None, Some(device)) => {
-                (CaseKind::Device(device_id(&device)?), &["device"])
+                known = &["device", "memory_kind"];
+                CaseKind::Device(device_id(&device)?)
             }
             _ => {
                 let known = "a sharding has one of the fields mesh, chunk, shards, device";
@@ -90,7 +97,7 @@ impl CaseSharding {
             }
         };
 
-        field.only(&[known, &["memory_kind"]].concat())?;
+        field.only(known)?;
         let memory_kind = field
             .find("memory_kind")?
             .map(|kind| read_memory_kind(&kind));
@@ -155,15 +162,13 @@ fn read_named(field: &Field<'_>, mesh: &Field<'_>) -> Result<CaseKind, Malformed
 
 fn read_chunk(chunk: &Field<'_>) -> Result<CaseKind, Malformed> {
     chunk.only(&["dim", "placements", "names"])?;
-    let device = |(field, number): (Field<'_>, usize)| {
+    let placements = read_placements(chunk)?;
+    let devices = placements.into_iter().map(|(field, number)| {
         u32::try_from(number)
             .map(DeviceId)
             .map_err(|_| field.expected(ID))
-    };
-    let placements = read_placements(chunk)?
-        .into_iter()
-        .map(device)
-        .collect::<Result<_, _>>()?;
+    });
+    let placements = devices.collect::<Result<_, _>>()?;
     Ok(CaseKind::Chunk {
         dim: chunk.get("dim")?.integer()?,
         placements,

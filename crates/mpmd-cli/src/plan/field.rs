@@ -84,17 +84,15 @@ impl<'a> Field<'a> {
         let Value::Object(fields) = self.value else {
             return None;
         };
-        let field = |(name, value): (&'a String, &'a Value)| {
-            (
-                name.as_str(),
-                Field {
-                    value,
-                    path: format!("{}[{name:?}]", self.path),
-                },
-            )
+        let field = |name: &str, value| Field {
+            value,
+            path: format!("{}[{name:?}]", self.path),
         };
 
-        let mut entries: Vec<_> = fields.iter().map(field).collect();
+        let fields = fields.iter();
+        let mut entries: Vec<_> = fields
+            .map(|(name, value)| (name.as_str(), field(name, value)))
+            .collect();
         // Sorted, because the parser may keep any order.
         entries.sort_by_key(|(name, _)| *name);
         Some(entries)

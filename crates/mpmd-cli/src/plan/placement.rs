@@ -1,5 +1,7 @@
 //! Placements of chunks: numbers, or texts as torch writes them.
 
+use anyhow::{Context as _, bail};
+
 use super::field::{Field, Malformed};
 
 /// The kinds of devices that a text of torch may name.
@@ -22,7 +24,7 @@ pub(super) fn read_placements<'a>(
         let number = match field.as_text() {
             None => field.count(),
             Some(text) => match holder(text) {
-                Err(problem) => Err(field.malformed(format!("{text:?} {problem}"))),
+                Err(fault) => Err(field.malformed(format!("{text:?} {fault}"))),
                 Ok(PlacementHolder::Rank(rank)) => Ok(rank),
                 Ok(PlacementHolder::Name(name)) => {
                     match names.iter().find(|(known, _)| *known == name) {
@@ -46,30 +48,30 @@ enum PlacementHolder<'a> {
 }
 
 /// Returns the process of a placement as torch writes it: `rank:R`, `NAME`, or one of them, a slash
-/// and a device. Otherwise returns the problem.
-fn holder(text: &str) -> Result<PlacementHolder<'_>, String> {
+/// and a device. The message of an error goes behind the text.
+fn holder(text: &str) -> anyhow::Result<PlacementHolder<'_>> {
     let (process, device) = match text.split_once('/') {
         Some((process, device)) => (process, Some(device)),
         None => (text, None),
     };
 
     if let Some(device) = device.filter(|device| !is_device(device)) {
-        return Err(format!(
+        bail!(
             "has {device:?} for a device, which is none of {}",
             DEVICES.join(", ")
-        ));
+        );
     }
     if device.is_none() && is_device(process) {
-        return Err(format!("names no process: write rank:R/{process}"));
+        bail!("names no process: write rank:R/{process}");
     }
 
     match process.split_once(':') {
         Some(("rank", rank)) if is_number(rank) => rank
             .parse()
             .map(PlacementHolder::Rank)
-            .map_err(|_| "has too large a rank".to_owned()),
+            .context("has too large a rank"),
         None if !process.is_empty() => Ok(PlacementHolder::Name(process)),
-        _ => Err("is no placement: expected rank:R/DEVICE or NAME/DEVICE".to_owned()),
+        _ => bail!("is no placement: expected rank:R/DEVICE or NAME/DEVICE"),
     }
 }
 
@@ -98,7 +100,7 @@ mod tests {
             ("worker1/cuda:1", PlacementHolder::Name("worker1")),
             ("trainer", PlacementHolder::Name("trainer")),
         ] {
-            assert_eq!(holder(text), Ok(expected), "{text}");
+            assert_eq!(holder(text).unwrap(), expected, "{text}");
         }
         for (text, problem) in [
             ("cuda:0", "names no process: write rank:R/cuda:0"),
@@ -113,7 +115,7 @@ mod tests {
             ("rank:1/cuda:0/x", "has \"cuda:0/x\" for a device"),
             ("rank:1/cuda:", "for a device"),
         ] {
-            let said = holder(text).unwrap_err();
+            let said = holder(text).unwrap_err().to_string();
             assert!(said.contains(problem), "{text}: {said}");
         }
     }

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use mpmd_base::ProcessId;
 use mpmd_record::activity::Activity;
-use mpmd_rendezvous::{JobObserver, RendezvousError};
+use mpmd_rendezvous::{JobObserver, ProcessStatus, RendezvousError};
 use serde::Serialize;
 
 use crate::files::{say, say_to_reader};
@@ -117,7 +117,7 @@ fn look(observer: &JobObserver, address: &str) -> Result<JobLook> {
             format!("it runs another version of mpmd: its status cannot be read ({error})")
         })
     };
-    let known = |(process, status): (ProcessId, Result<Vec<u8>, String>)| {
+    let seen = |process: ProcessId, status: ProcessStatus| {
         let (activity, unknown) = match status.and_then(read) {
             Ok(activity) => (Some(activity), None),
             Err(why) => (None, Some(why)),
@@ -133,7 +133,7 @@ fn look(observer: &JobObserver, address: &str) -> Result<JobLook> {
     let processes = observer
         .look(&[], TIMEOUT)?
         .into_iter()
-        .map(known)
+        .map(|(process, status)| seen(process, status))
         .collect();
     Ok(JobLook {
         job: address.to_owned(),

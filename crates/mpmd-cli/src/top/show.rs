@@ -85,10 +85,8 @@ fn row(seen: &SeenProcess) -> Vec<String> {
 /// on lines of their own.
 fn doing(text: &mut String, activity: &Activity) {
     let _ = write!(text, "its program {}", activity.program);
-    let (idle, busy): (Vec<_>, Vec<_>) = activity
-        .devices
-        .iter()
-        .partition(|device| device.operation.is_none());
+    let devices = activity.devices.iter();
+    let (idle, busy) = devices.partition::<Vec<_>, _>(|device| device.operation.is_none());
 
     for device in busy {
         let _ = write!(text, "\n  {}", brief(&device.to_string()));

@@ -116,3 +116,10 @@ impl fmt::Debug for CudaError {
 }
 
 impl std::error::Error for CudaError {}
+
+/// Serializes the error's text.
+impl serde::Serialize for CudaError {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}

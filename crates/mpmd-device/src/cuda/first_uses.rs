@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use mpmd_base::block::{Instant, Mutex, now, since};
-use mpmd_memory::{Arena, Pool};
+use mpmd_memory::{Arena, OutOfMemory, Pool};
 
 use super::compile;
 use super::context::Pinned;
@@ -15,6 +15,30 @@ use super::kernels::ADD;
 
 /// The bytes that are pinned.
 const PINNED_BYTES: usize = 1 << 20;
+
+/// The reason why a first use of a device failed. Its serialized form is its text.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FirstUseError {
+    /// A library or the device failed.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// There is no memory left.
+    #[error(transparent)]
+    OutOfMemory(#[from] OutOfMemory),
+    /// The system has no memory that other processes can map.
+    #[error(transparent)]
+    SharedMemory(Arc<std::io::Error>),
+    /// The pool had no need to map memory.
+    #[error("no memory was mapped")]
+    NotMapped,
+}
+
+impl serde::Serialize for FirstUseError {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
 
 /// Opens the device that the driver numbers `ordinal`, and uses it for the first time in each way.
 /// Times are those of the first use only if this process has not used the device before. Blocks for
@@ -45,8 +69,8 @@ pub fn first_uses(ordinal: u32) -> Result<FirstUses, CudaError> {
     })
 }
 
-fn pinning(gpu: &Arc<Gpu>) -> Result<f64, String> {
-    let arena = Arena::shared().map_err(|error| error.to_string())?;
+fn pinning(gpu: &Arc<Gpu>) -> Result<f64, FirstUseError> {
+    let arena = Arena::shared().map_err(|error| FirstUseError::SharedMemory(Arc::new(error)))?;
     let took = Arc::new(Mutex::new(None));
     let context = gpu.context().clone();
     let result = took.clone();
@@ -57,7 +81,7 @@ fn pinning(gpu: &Arc<Gpu>) -> Result<f64, String> {
         let told = pinned
             .as_ref()
             .map(|_| millis(begin))
-            .map_err(|error| error.to_string());
+            .map_err(|error| FirstUseError::from(error.clone()));
         *result.lock() = Some(told);
         pinned
             .ok()
@@ -65,19 +89,16 @@ fn pinning(gpu: &Arc<Gpu>) -> Result<f64, String> {
     }));
 
     let pool = Pool::in_arena("doctor", None, &arena);
-    let memory = pool
-        .allocate(PINNED_BYTES)
-        .map_err(|error| error.to_string())?;
-    drop(memory);
+    drop(pool.allocate(PINNED_BYTES)?);
     let took = took.lock().take();
-    took.unwrap_or_else(|| Err("no memory was mapped".to_owned()))
+    took.unwrap_or(Err(FirstUseError::NotMapped))
 }
 
-fn timed<E: std::fmt::Display>(work: impl FnOnce() -> Result<(), E>) -> Result<f64, String> {
+fn timed<E: Into<FirstUseError>>(
+    work: impl FnOnce() -> Result<(), E>,
+) -> Result<f64, FirstUseError> {
     let begin = now();
-    work()
-        .map(|()| millis(begin))
-        .map_err(|error| error.to_string())
+    work().map(|()| millis(begin)).map_err(Into::into)
 }
 
 fn millis(begin: Instant) -> f64 {
@@ -122,7 +143,7 @@ mod tests {
         let refused = uses
             .pinning_ms
             .as_ref()
-            .is_err_and(|why| why.contains("pinning memory"));
+            .is_err_and(|error| error.to_string().contains("pinning memory"));
         assert!(softcuda::real() || refused, "{uses:?}");
     }
 }

@@ -63,7 +63,22 @@ struct CudaSharing {
     contexts: Vec<Arc<DeviceContext>>,
     /// Memory that peers try to open at the start, to find out if sharing works. Kept as long as
     /// this.
-    samples: OnceLock<Result<Vec<Box<dyn DeviceMemory>>, String>>,
+    samples: OnceLock<Result<Vec<Box<dyn DeviceMemory>>, NoSharing>>,
+}
+
+/// The reason why this process's devices cannot share memory.
+#[derive(Clone, Debug, thiserror::Error)]
+enum NoSharing {
+    /// The user has turned it off.
+    #[error("{}=0 turns it off", variables::CUDA_IPC)]
+    TurnedOff,
+    #[error("the CUDA driver has no {symbol}")]
+    NoSymbol { symbol: &'static str },
+    /// There is no device memory for the samples.
+    #[error(transparent)]
+    NoMemory(Arc<io::Error>),
+    #[error("the CUDA driver shows no memory to other processes")]
+    NotShown,
 }
 
 /// Memory that this process has shown to others.
@@ -91,12 +106,12 @@ impl CudaSharing {
         })
     }
 
-    fn make_samples(&self) -> Result<Vec<Box<dyn DeviceMemory>>, String> {
+    fn make_samples(&self) -> Result<Vec<Box<dyn DeviceMemory>>, NoSharing> {
         if self.is_turned_off() {
-            return Err(format!("{}=0 turns it off", variables::CUDA_IPC));
+            return Err(NoSharing::TurnedOff);
         }
-        if let Some(missing) = SYMBOLS.iter().find(|name| !DRIVER.has(name)) {
-            return Err(format!("the CUDA driver has no {missing}"));
+        if let Some(symbol) = SYMBOLS.into_iter().find(|name| !DRIVER.has(name)) {
+            return Err(NoSharing::NoSymbol { symbol });
         }
 
         let mut samples = Vec::new();
@@ -104,10 +119,8 @@ impl CudaSharing {
             let memory = gpu
                 .allocator()
                 .allocate(1)
-                .map_err(|error| error.to_string())?;
-            memory
-                .export()
-                .ok_or("the CUDA driver shows no memory to other processes")?;
+                .map_err(|error| NoSharing::NoMemory(Arc::new(error)))?;
+            memory.export().ok_or(NoSharing::NotShown)?;
             samples.push(memory);
         }
         Ok(samples)
@@ -115,13 +128,13 @@ impl CudaSharing {
 }
 
 impl DeviceSharing for CudaSharing {
-    fn samples(&self) -> Result<Vec<Vec<u8>>, String> {
+    fn samples(&self) -> io::Result<Vec<Vec<u8>>> {
         match self.samples.get_or_init(|| self.make_samples()) {
             Ok(samples) => {
                 let words = samples.iter().filter_map(|sample| sample.export());
                 Ok(words.map(<[u8]>::to_vec).collect())
             }
-            Err(why) => Err(why.clone()),
+            Err(error) => Err(io::Error::other(error.clone())),
         }
     }
 
@@ -129,10 +142,8 @@ impl DeviceSharing for CudaSharing {
         std::env::var_os(variables::CUDA_IPC).is_some_and(|value| value == "0")
     }
 
-    fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
-        self.open(sample, 1)
-            .map(drop)
-            .map_err(|error| error.to_string())
+    fn try_sample(&self, sample: &[u8]) -> io::Result<()> {
+        self.open(sample, 1).map(drop)
     }
 
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
@@ -309,7 +320,7 @@ mod tests {
             (samples.len(), sharing.samples().unwrap()),
             (1, samples.clone())
         );
-        assert_eq!(sharing.try_sample(&samples[0]), Ok(()));
+        sharing.try_sample(&samples[0]).unwrap();
     }
 
     #[test]
@@ -327,7 +338,7 @@ mod tests {
             "the lender's work is over"
         );
         assert!(!heard.is_over(), "only its owner reports the end");
-        heard.pass(Err("it fell over".to_owned()));
+        heard.pass(Some("it fell over".to_owned()));
         assert_eq!(
             (heard.is_over(), heard.failure().as_deref()),
             (true, Some("it fell over"))

@@ -147,9 +147,13 @@ impl CudaLibrary {
             for file in files {
                 match open(Path::new(file)) {
                     Ok(library) => return Ok(library),
-                    // The loader's words if no folder of its path has the file.
-                    Err(why) if why.starts_with(&format!("{file}: cannot open shared object")) => {}
-                    Err(why) => failed.push(why),
+                    Err(error) => {
+                        let why = loader_words(&error);
+                        // The loader's words if no folder of its path has the file.
+                        if !why.starts_with(&format!("{file}: cannot open shared object")) {
+                            failed.push(why);
+                        }
+                    }
                 }
             }
 
@@ -162,7 +166,7 @@ impl CudaLibrary {
                             tracing::debug!(library = self.name, file = %file.display(), "loaded");
                             return Ok(library);
                         }
-                        Err(why) => failed.push(why),
+                        Err(error) => failed.push(loader_words(&error)),
                     }
                 }
             }
@@ -203,13 +207,16 @@ impl CudaLibrary {
 }
 
 /// Loads a library by its path, or by its name if the path is a name alone.
-fn open(file: &Path) -> Result<libloading::Library, String> {
+fn open(file: &Path) -> Result<libloading::Library, libloading::Error> {
     // SAFETY: loading a library runs its initialisers. Only libraries of NVIDIA have these names,
     // and their initialisers are made to run in any program. A user able to put another file of
     // such a name into these folders controls the process anyway.
-    unsafe { libloading::Library::new(file) }.map_err(|error| {
-        std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
-    })
+    unsafe { libloading::Library::new(file) }
+}
+
+/// Returns the loader's own message about a file that it cannot load.
+fn loader_words(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 /// Returns the folders of libraries of the CUDA toolkits: those named by the environment, then the

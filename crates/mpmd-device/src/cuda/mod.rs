@@ -92,7 +92,7 @@ pub use descriptions::{
 pub use device_room::DeviceRoom;
 pub use driver::{Attributes, Driver, GpuInfo, Uuid, cublas, found, nccl, nvrtc};
 pub use error::CudaError;
-pub use first_uses::first_uses;
+pub use first_uses::{FirstUseError, first_uses};
 pub use foreign_stream::ForeignHandle;
 pub use gpu::{Gpu, reach_each_other};
 pub use ipc::sharing;

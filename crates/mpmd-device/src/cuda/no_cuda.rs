@@ -13,7 +13,8 @@ pub struct CudaVersion {
     pub minor: u32,
 }
 
-/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault.
+/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault. Its
+/// serialized form is its text.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoCuda {
@@ -88,6 +89,12 @@ pub enum NoCuda {
         /// The value of `CUDA_VISIBLE_DEVICES`, if set.
         visible: Option<String>,
     },
+}
+
+impl serde::Serialize for NoCuda {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
 }
 
 impl NoCuda {

@@ -78,7 +78,7 @@ impl StreamClock {
         // In whole nanoseconds, so that an end never equals the next begin, however coarse the
         // device's clock is.
         let earliest = (event.issued_at as f64).max(before.floor() + 1.0);
-        let (begin, end) = on_host((begin, end), earliest, self.now() as f64);
+        let (begin, end) = on_host(begin, end, earliest, self.now() as f64);
 
         *known = KnownTime {
             event: event.clone(),
@@ -92,9 +92,10 @@ impl StreamClock {
     }
 }
 
-/// Shifts a span, in nanoseconds, into the interval from `earliest` to `seen` on the host's clock,
-/// and shortens it if it is too long. If `seen` is before `earliest`, the result is at `earliest`.
-fn on_host((begin, end): (f64, f64), earliest: f64, seen: f64) -> (f64, f64) {
+/// Shifts the span from `begin` to `end`, in nanoseconds, into the interval from `earliest` to
+/// `seen` on the host's clock, and shortens it if it is too long. If `seen` is before `earliest`,
+/// the result is at `earliest`.
+fn on_host(begin: f64, end: f64, earliest: f64, seen: f64) -> (f64, f64) {
     let shift = if begin < earliest {
         earliest - begin
     } else if end > seen {
@@ -112,22 +113,18 @@ mod tests {
 
     #[test]
     fn spans_are_clamped_between_issue_and_observed_end() {
-        assert_eq!(on_host((5.0, 7.0), 4.0, 8.0), (5.0, 7.0));
+        assert_eq!(on_host(5.0, 7.0, 4.0, 8.0), (5.0, 7.0));
         assert_eq!(
-            on_host((3.0, 5.0), 4.0, 8.0),
+            on_host(3.0, 5.0, 4.0, 8.0),
             (4.0, 6.0),
             "late clocks are put right"
         );
-        assert_eq!(on_host((7.0, 9.0), 4.0, 8.0), (6.0, 8.0), "and early ones");
+        assert_eq!(on_host(7.0, 9.0, 4.0, 8.0), (6.0, 8.0), "and early ones");
         assert_eq!(
-            on_host((1.0, 9.0), 4.0, 8.0),
+            on_host(1.0, 9.0, 4.0, 8.0),
             (4.0, 8.0),
             "a span longer than the interval"
         );
-        assert_eq!(
-            on_host((1.0, 2.0), 4.0, 3.0),
-            (4.0, 4.0),
-            "an empty interval"
-        );
+        assert_eq!(on_host(1.0, 2.0, 4.0, 3.0), (4.0, 4.0), "an empty interval");
     }
 }

@@ -10,12 +10,20 @@ pub(super) struct LauncherJob {
     pub(super) process: u32,
     pub(super) processes: usize,
     pub(super) local_process: Option<usize>,
-    /// The rendezvous address to use without `MPMD_COORDINATOR`. `Err` names the missing variables.
-    pub(super) coordinator: Result<String, String>,
+    /// The rendezvous address to use without `MPMD_COORDINATOR`.
+    pub(super) coordinator: DefaultCoordinator,
     pub(super) hosted: bool,
     /// Text that differs between jobs and between attempts at one. Empty if the launcher gives
     /// none.
     pub(super) job: String,
+}
+
+/// The rendezvous address that follows from a launcher's variables.
+pub(super) enum DefaultCoordinator {
+    /// The address, as `host:port`.
+    At(String),
+    /// The address does not follow. These variables are missing.
+    Needs(String),
 }
 
 /// Reads the variables of each launcher in turn and returns the first description. `None` if no
@@ -49,9 +57,9 @@ fn ours_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError
         processes,
         local_process: vars.number(ours::LOCAL_RANK)?,
         coordinator: if processes == 1 {
-            Ok("127.0.0.1:0".into())
+            DefaultCoordinator::At("127.0.0.1:0".into())
         } else {
-            Err(ours::COORDINATOR.into())
+            DefaultCoordinator::Needs(ours::COORDINATOR.into())
         },
         hosted: vars.get(ours::HOSTED).is_some_and(|value| value == "1"),
         job: String::new(),
@@ -72,7 +80,7 @@ fn torchrun_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchE
             let taken = vars
                 .get("TORCHELASTIC_USE_AGENT_STORE")
                 .is_some_and(|v| v.eq_ignore_ascii_case("true"));
-            Ok(address(
+            DefaultCoordinator::At(address(
                 &host,
                 if taken {
                     port.checked_add(1).unwrap_or(u16::MAX - 1)
@@ -81,8 +89,10 @@ fn torchrun_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchE
                 },
             ))
         }
-        (None, _) => Err(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
-        (Some(_), None) => Err(format!("MASTER_PORT or {}", ours::COORDINATOR)),
+        (None, _) => DefaultCoordinator::Needs(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
+        (Some(_), None) => {
+            DefaultCoordinator::Needs(format!("MASTER_PORT or {}", ours::COORDINATOR))
+        }
     };
 
     // Each host's agent counts only the restarts that its own workers caused. So the count is
@@ -120,7 +130,7 @@ fn open_mpi_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchE
     let local = vars.number::<usize>("OMPI_COMM_WORLD_LOCAL_SIZE")?;
     let (coordinator, job) = match local {
         Some(local) if local < processes => (
-            Err(format!(
+            DefaultCoordinator::Needs(format!(
                 "{} (the job spans several hosts)",
                 ours::COORDINATOR
             )),
@@ -171,7 +181,7 @@ fn slurm_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchErro
         local_process: vars.number("SLURM_LOCALID")?,
         // Steps of an allocation may run at the same time. This stride gives them different ports,
         // and avoids the ports of jobs with nearby numbers.
-        coordinator: Ok(address(
+        coordinator: DefaultCoordinator::At(address(
             &host,
             derived_port(job.wrapping_add(step.wrapping_mul(257))),
         )),
@@ -226,7 +236,7 @@ fn kubernetes_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, Launc
         process: vars.needed(SOURCE, "JOB_COMPLETION_INDEX")?,
         processes: vars.needed(SOURCE, ours::WORLD_SIZE)?,
         local_process: None,
-        coordinator: Err(ours::COORDINATOR.into()),
+        coordinator: DefaultCoordinator::Needs(ours::COORDINATOR.into()),
         hosted: false,
         job: String::new(),
     }))

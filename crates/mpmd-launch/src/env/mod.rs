@@ -32,7 +32,7 @@ pub(super) use unknown_variables::check as check_names;
 pub use unknown_variables::{UnknownVariable, unknown_variables_here};
 
 use address::no_address;
-use launchers::LauncherJob;
+use launchers::{DefaultCoordinator, LauncherJob};
 use vars::LauncherVars;
 
 use super::{LaunchError, variables as ours};
@@ -182,7 +182,7 @@ impl JobEnv {
             process: 0,
             processes,
             local_process: None,
-            coordinator: Ok("127.0.0.1:1".into()),
+            coordinator: DefaultCoordinator::At("127.0.0.1:1".into()),
             hosted: false,
             job: String::new(),
         };
@@ -386,7 +386,7 @@ fn dry_run(vars: &LauncherVars<'_>, file: String) -> Result<JobEnv, LaunchError>
         process: 0,
         processes,
         local_process: None,
-        coordinator: Ok("127.0.0.1:1".into()),
+        coordinator: DefaultCoordinator::At("127.0.0.1:1".into()),
         hosted: true,
         job: String::new(),
     };
@@ -441,9 +441,12 @@ fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, Launch
         });
     }
 
-    let coordinator = match vars.get(ours::COORDINATOR) {
-        Some(given) => given,
-        None => coordinator.map_err(|needed| vars.half_set(source, &needed))?,
+    let coordinator = match (vars.get(ours::COORDINATOR), coordinator) {
+        (Some(given), _) => given,
+        (None, DefaultCoordinator::At(address)) => address,
+        (None, DefaultCoordinator::Needs(missing)) => {
+            return Err(vars.half_set(source, &missing));
+        }
     };
     match split_address(&coordinator) {
         Some((_, 1..)) => {}

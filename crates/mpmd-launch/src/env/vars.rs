@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use super::address::{address, derived_port, hash};
+use super::launchers::DefaultCoordinator;
 use crate::{LaunchError, variables as ours};
 
 /// Environment variables. Records every lookup, so that errors can list them.
@@ -68,13 +69,16 @@ impl<'a> LauncherVars<'a> {
 
     /// Returns the error for a launcher that has set some variables but not `missing`.
     pub(super) fn half_set(&self, source_name: &'static str, missing: &str) -> LaunchError {
-        let show = |(name, value): (&String, &Option<String>)| match value {
-            // The token is secret, so its value is not shown.
-            Some(_) if name == ours::JOB_TOKEN => format!("{name} is set"),
-            Some(value) => format!("{name}={value}"),
-            None => format!("{name} is not set"),
-        };
-        let found: Vec<String> = self.looked.borrow().iter().map(show).collect();
+        let looked = self.looked.borrow();
+        let found: Vec<String> = looked
+            .iter()
+            .map(|(name, value)| match value {
+                // The token is secret, so its value is not shown.
+                Some(_) if name == ours::JOB_TOKEN => format!("{name} is set"),
+                Some(value) => format!("{name}={value}"),
+                None => format!("{name} is not set"),
+            })
+            .collect();
         LaunchError::HalfSet {
             source_name,
             missing: missing.to_owned(),
@@ -95,13 +99,12 @@ impl<'a> LauncherVars<'a> {
         .find_map(|name| self.get(name))
     }
 
-    /// Returns (rendezvous address, text that identifies the job) for an MPI job on one host. `Err`
-    /// names the missing variables.
-    pub(super) fn on_this_host(&self) -> (Result<String, String>, Option<String>) {
+    /// Returns (rendezvous address, text that identifies the job) for an MPI job on one host.
+    pub(super) fn on_this_host(&self) -> (DefaultCoordinator, Option<String>) {
         let job = self.namespace();
         let coordinator = match &job {
-            Some(job) => Ok(address("127.0.0.1", derived_port(hash(job)))),
-            None => Err(format!(
+            Some(job) => DefaultCoordinator::At(address("127.0.0.1", derived_port(hash(job)))),
+            None => DefaultCoordinator::Needs(format!(
                 "{} (or PMIX_NAMESPACE, to derive one)",
                 ours::COORDINATOR
             )),

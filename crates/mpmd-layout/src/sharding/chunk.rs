@@ -142,15 +142,17 @@ fn dim_index(shape: &[usize], dim: isize) -> Result<usize, ShardingError> {
 }
 
 fn chunk_region(shape: &[usize], dim: usize, chunks: usize, chunk: usize) -> Region {
-    let range = |(d, size): (usize, &usize)| {
-        let range = if d == dim {
-            chunk_range(*size, chunks, chunk)
-        } else {
-            0..*size
-        };
-        (range.start, range.end)
-    };
-    shape.iter().enumerate().map(range).collect()
+    let sizes = shape.iter().enumerate();
+    sizes
+        .map(|(d, size)| {
+            let range = if d == dim {
+                chunk_range(*size, chunks, chunk)
+            } else {
+                0..*size
+            };
+            (range.start, range.end)
+        })
+        .collect()
 }
 
 fn chunk_range(size: usize, chunks: usize, chunk: usize) -> Range<usize> {

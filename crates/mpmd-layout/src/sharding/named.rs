@@ -141,28 +141,30 @@ fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<DividedDim>, 
     }
 
     by_entry.resize(shape.len(), Vec::new());
-    let divided = |(dim, axes): (usize, Vec<usize>)| {
-        // Cannot overflow: the axes are distinct, and the mesh lists all its devices.
-        let parts: usize = axes.iter().map(|axis| mesh.shape()[*axis]).product();
-        if !shape[dim].is_multiple_of(parts) {
-            let axes = axes_text(mesh, &axes);
-            let shape = shape.to_vec();
-            let spec = spec.clone();
-            return Err(ShardingError::NotDivisible {
-                dim,
+    let entries = by_entry.into_iter().enumerate();
+    entries
+        .map(|(dim, axes)| {
+            // Cannot overflow: the axes are distinct, and the mesh lists all its devices.
+            let parts: usize = axes.iter().map(|axis| mesh.shape()[*axis]).product();
+            if !shape[dim].is_multiple_of(parts) {
+                let axes = axes_text(mesh, &axes);
+                let shape = shape.to_vec();
+                let spec = spec.clone();
+                return Err(ShardingError::NotDivisible {
+                    dim,
+                    axes,
+                    parts,
+                    shape,
+                    spec,
+                });
+            }
+            Ok(DividedDim {
+                size: shape[dim] / parts,
                 axes,
                 parts,
-                shape,
-                spec,
-            });
-        }
-        Ok(DividedDim {
-            size: shape[dim] / parts,
-            axes,
-            parts,
+            })
         })
-    };
-    by_entry.into_iter().enumerate().map(divided).collect()
+        .collect()
 }
 
 fn axes_text(mesh: &Mesh, axes: &[usize]) -> String {

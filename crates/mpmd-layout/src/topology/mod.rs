@@ -328,13 +328,15 @@ impl Topology {
         let owners = (0u32..)
             .zip(counts)
             .flat_map(|(p, count)| std::iter::repeat_n(p, *count));
-        let device = |(id, process): (u32, u32)| Device {
+        let device = |id: u32, process: u32| Device {
             id: DeviceId(id),
             process: ProcessId(process),
             kind: DeviceKind::Cpu,
         };
 
-        Self::with_processes(counts.len(), (0..).zip(owners).map(device).collect())
+        let numbered = (0..).zip(owners);
+        let devices = numbered.map(|(id, process)| device(id, process)).collect();
+        Self::with_processes(counts.len(), devices)
             .expect("numbered ascending, each within the processes")
     }
 

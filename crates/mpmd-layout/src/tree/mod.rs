@@ -364,9 +364,9 @@ mod tests {
     #[test]
     fn leaves_come_in_order_with_their_paths() {
         let model = model();
-        let (paths, leaves): (Vec<String>, Vec<&u64>) =
-            model.leaves_with_paths().into_iter().unzip();
-        assert_eq!(paths, PATHS);
+        let found = model.leaves_with_paths();
+        assert!(found.iter().map(|(path, _)| path).eq(PATHS));
+        let leaves: Vec<&u64> = found.into_iter().map(|(_, leaf)| leaf).collect();
         assert_eq!(leaves, [&1, &2, &3, &4, &5, &55, &56, &6, &7, &8, &9, &10]);
         assert_eq!(model.structure().paths(), PATHS);
         assert_eq!(model.structure().leaves(), model.leaves().len());

@@ -283,11 +283,9 @@ impl<C: Cargo> Router<C> {
 
     /// Discards the pieces that were ready for a peer.
     fn discard(&mut self, to: ProcessId, ready: BTreeMap<PieceKey, ReadyPiece<C>>) {
-        let discard = |(_, ready): (_, ReadyPiece<C>)| RouterAction::Discard {
-            to,
-            cargo: ready.cargo,
-        };
-        self.actions.extend(ready.into_iter().map(discard));
+        let cargos = ready.into_values().map(|ready| ready.cargo);
+        self.actions
+            .extend(cargos.map(|cargo| RouterAction::Discard { to, cargo }));
     }
 
     /// Returns the failure of operation `op`, which needs a peer that is down. A peer that left in
@@ -332,12 +330,10 @@ impl<C: Cargo> Router<C> {
                     result: Err(failure.clone()),
                 });
             }
-            let discard = |(_, ready): (_, ReadyPiece<C>)| RouterAction::Discard {
-                to: process,
-                cargo: ready.cargo,
-            };
+            let ready = std::mem::take(&mut peer.ready);
+            let cargos = ready.into_values().map(|ready| ready.cargo);
             self.actions
-                .extend(std::mem::take(&mut peer.ready).into_iter().map(discard));
+                .extend(cargos.map(|cargo| RouterAction::Discard { to: process, cargo }));
         }
 
         self.early.clear();

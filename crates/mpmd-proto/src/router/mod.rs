@@ -189,6 +189,15 @@ struct ParkedMessage<C: Cargo> {
     incoming: C::Incoming,
 }
 
+/// The size of a piece that the receiver does not know, in bytes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct PieceSize {
+    /// The expected size.
+    pub likely: u64,
+    /// The largest allowed size.
+    pub most: u64,
+}
+
 /// Matches operations and messages of one process. See the [module](self).
 pub struct Router<C: Cargo> {
     config: RouterConfig,
@@ -418,29 +427,29 @@ impl<C: Cargo> Router<C> {
     }
 
     /// Registers `waiter`, as [`Router::expect`] does, for a piece of which only the sender knows
-    /// the size. The sender [announces](Self::announce) it. `likely` is the expected size in bytes,
-    /// `most` the largest allowed one. A larger piece breaks the protocol.
+    /// the size. The sender [announces](Self::announce) it. A piece of more than `size.most` bytes
+    /// breaks the protocol.
     ///
-    /// If the `likely` size is large, the piece is granted at once, which saves a round trip.
+    /// If the likely size is large, the piece is granted at once, which saves a round trip.
     pub fn expect_any_size(
         &mut self,
         from: ProcessId,
         key: (u64, u64),
         hash: u128,
-        (likely, most): (u64, u64),
+        size: PieceSize,
         waiter: C::Waiter,
         now: Duration,
     ) {
-        self.expect_within(from, key, hash, 0..=most, waiter, now);
+        self.expect_within(from, key, hash, 0..=size.most, waiter, now);
         let peer = &self.peers[from.index()];
-        if likely > EAGER_BYTES
+        if size.likely > EAGER_BYTES
             && !peer.zero_copy
             && peer
                 .expected
                 .get(&key)
                 .is_some_and(|expected| !expected.granted)
         {
-            self.grant(from, key, likely);
+            self.grant(from, key, size.likely);
         }
     }
 
@@ -455,7 +464,11 @@ impl<C: Cargo> Router<C> {
         now: Duration,
     ) {
         // If the piece is large, its sender may wait for a grant. Granting takes no memory here.
-        self.expect_any_size(from, key, hash, (u64::MAX, u64::MAX), waiter, now);
+        let size = PieceSize {
+            likely: u64::MAX,
+            most: u64::MAX,
+        };
+        self.expect_any_size(from, key, hash, size, waiter, now);
     }
 
     /// Offers a piece of `bytes` bytes of an issued operation to `to`, which does not know its
@@ -540,9 +553,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Tells `to` that a piece for which it waits will never come, because of `failure`. The tuple
-    /// is (operation, piece). Does nothing if `to` is gone or the job has failed.
-    pub fn poison(&mut self, to: ProcessId, (op, piece): (u64, u64), failure: &Failure) {
+    /// Tells `to` that a piece for which it waits will never come, because of `failure`. Does
+    /// nothing if `to` is gone or the job has failed.
+    pub fn poison(&mut self, to: ProcessId, op: u64, piece: u64, failure: &Failure) {
         let body = encode_failure(failure);
         let bytes = body.len() as u64;
         if self.failed.is_none() && self.peers[to.index()].is_reachable() {

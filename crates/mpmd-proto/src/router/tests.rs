@@ -645,7 +645,7 @@ fn poison_arrives_instead_of_the_piece_early_or_late() {
     for _ in 0..2 {
         job.issue(0, 9, "op");
     }
-    job.routers[0].poison(ProcessId(1), (1, 0), &failure);
+    job.routers[0].poison(ProcessId(1), 1, 0, &failure);
     job.act(0);
     job.run(10);
     for _ in 0..2 {
@@ -653,7 +653,7 @@ fn poison_arrives_instead_of_the_piece_early_or_late() {
     }
     job.expect(1, 0, (1, 0), 1 << 20);
     job.expect(1, 0, (2, 0), 1 << 20);
-    job.routers[0].poison(ProcessId(1), (2, 0), &failure);
+    job.routers[0].poison(ProcessId(1), 2, 0, &failure);
     job.act(0);
     job.run(10);
     for key in [(1, 0), (2, 0)] {

@@ -53,6 +53,7 @@ fn too_many_statuses_or_downs_are_refused() {
         connection
             .hear(down(2))
             .unwrap_err()
+            .to_string()
             .contains("process 2 is down, of 2")
     );
     let status = |ask| ServerReply::Status {
@@ -71,6 +72,7 @@ fn too_many_statuses_or_downs_are_refused() {
         connection
             .hear(status(5))
             .unwrap_err()
+            .to_string()
             .contains("status of process 1 twice")
     );
     (0..100).for_each(|_| connection.hear(down(1)).unwrap());

@@ -20,6 +20,7 @@ use super::super::facts::MAX_FACT_BYTES;
 use super::super::protocol::{RequestAnswer, ServerReply};
 use super::super::{Fact, FailureReport, Identity, JobMember, ProcessPart, RendezvousError};
 use super::actions::{JobActions, RequestWait, check_name, processes};
+use super::looks::{StatusAbsence, StatusSource};
 use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
@@ -216,31 +217,24 @@ impl Epochs {
             && self.before[process.index()].as_ref().is_some_and(stands)
     }
 
-    /// Returns each process with the link by which it can be asked for its status, or with the
-    /// reason why it has none. An error if the job can never be complete.
-    pub(super) fn statuses(
-        &self,
-    ) -> Result<impl Iterator<Item = (ProcessId, Result<Link, String>)>, RendezvousError> {
+    /// Returns the way to the status of each process. An error if the job can never be complete.
+    pub(super) fn statuses(&self) -> Result<impl Iterator<Item = StatusSource>, RendezvousError> {
         if let EpochPhase::Failed(error) = &self.phase {
             return Err(error.clone());
         }
 
         let seats = processes(self.seats.len()).zip(&self.seats);
         Ok(seats.map(|(process, seat)| {
-            let why = match seat {
-                None if self.is_busy(process) => {
-                    "it runs code of its own, in an epoch that has ended".to_owned()
-                }
-                None => "it has not joined yet".to_owned(),
+            let link = match seat {
+                None if self.is_busy(process) => Err(StatusAbsence::Busy),
+                None => Err(StatusAbsence::NotJoined),
                 Some(Seat {
                     ended: Some(end), ..
-                }) => end.why.clone(),
-                Some(_) if self.phase == EpochPhase::Gathering => {
-                    "it waits for others to join".into()
-                }
-                Some(seat) => return (process, Ok(seat.link)),
+                }) => Err(StatusAbsence::Ended(end.why.clone())),
+                Some(_) if self.phase == EpochPhase::Gathering => Err(StatusAbsence::Waits),
+                Some(seat) => Ok(seat.link),
             };
-            (process, Err(why))
+            StatusSource { process, link }
         }))
     }
 
@@ -430,10 +424,10 @@ impl Epochs {
             self.seats[process.index()].is_none() && !self.vacant[process.index()]
         };
         let awaited = processes(self.seats.len()).filter(|process| goes_on && is_awaited(process));
-        let (busy, late): (Vec<_>, Vec<_>) = awaited.partition(|process| self.is_busy(*process));
+        let (busy, late) = awaited.partition::<Vec<_>, _>(|process| self.is_busy(*process));
 
-        let is_free = |(seat, vacant): (&Option<Seat>, &bool)| seat.is_none() && *vacant;
-        let has_free = self.seats.iter().zip(&self.vacant).any(is_free);
+        let mut places = self.seats.iter().zip(&self.vacant);
+        let has_free = places.any(|(seat, vacant)| seat.is_none() && *vacant);
         // It may go on without the free places, once the busy processes come.
         let here = self.seats.iter().flatten().count();
         let has_free = has_free && !self.may_have(here + busy.len());

@@ -31,6 +31,26 @@ struct OpenLook {
     until: Instant,
 }
 
+/// A process, and the link by which it can be asked for its status.
+pub(super) struct StatusSource {
+    pub(super) process: ProcessId,
+    pub(super) link: Result<Link, StatusAbsence>,
+}
+
+/// The reason why a process cannot be asked for its status.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(super) enum StatusAbsence {
+    #[error("it runs code of its own, in an epoch that has ended")]
+    Busy,
+    #[error("it has not joined yet")]
+    NotJoined,
+    /// The process has left the epoch, for this reason.
+    #[error("{0}")]
+    Ended(String),
+    #[error("it waits for others to join")]
+    Waits,
+}
+
 /// The longest time that an observer waits for the status of a process.
 const LOOK_WITHIN: Duration = Duration::from_secs(1);
 
@@ -43,7 +63,7 @@ impl Looks {
         link: Link,
         ask: u64,
         words: &[u8],
-        processes: impl Iterator<Item = (ProcessId, Result<Link, String>)>,
+        sources: impl Iterator<Item = StatusSource>,
         now: Instant,
         actions: &mut JobActions,
     ) -> Result<Option<RequestAnswer>, RendezvousError> {
@@ -63,7 +83,11 @@ impl Looks {
 
         self.count += 1;
         let mut missing = BTreeSet::new();
-        for (process, reached) in processes {
+        for StatusSource {
+            process,
+            link: reached,
+        } in sources
+        {
             match reached {
                 Ok(asked) => {
                     missing.insert(process);
@@ -75,12 +99,12 @@ impl Looks {
                         },
                     );
                 }
-                Err(why) => actions.say(
+                Err(absence) => actions.say(
                     link,
                     ServerReply::Status {
                         ask,
                         process,
-                        status: Err(why),
+                        status: Err(absence.to_string()),
                     },
                 ),
             }

@@ -22,7 +22,9 @@ impl FromStr for Budget {
             Some(number) => number.trim().parse().map(Self::Activations).map_err(|_| {
                 format!("not a number of activations: {text:?}; there is 4activations")
             }),
-            None => parse_bytes(text).map(Self::Bytes),
+            None => parse_bytes(text)
+                .map(Self::Bytes)
+                .map_err(|error| error.to_string()),
         }
     }
 }

@@ -8,7 +8,7 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::now;
 use mpmd_base::deadline::after;
 use mpmd_proto::control;
-use mpmd_proto::router::{Failure, FailureKind};
+use mpmd_proto::router::{Failure, FailureKind, PieceSize};
 use mpmd_proto::wire::MAX_CONTROL_BYTES;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -187,7 +187,7 @@ impl Program {
                     });
                 }
                 (Err(_), Some(failure)) => {
-                    runtime.with_router(|router| router.poison(to, key, failure))
+                    runtime.with_router(|router| router.poison(to, op, key.1, failure))
                 }
                 (Err(_), None) => {}
             }
@@ -218,7 +218,10 @@ impl Program {
                 from,
                 key,
                 hash,
-                (0, MAX_CONTROL_BYTES),
+                PieceSize {
+                    likely: 0,
+                    most: MAX_CONTROL_BYTES,
+                },
                 Waiter::Bytes {
                     resolver,
                     from,

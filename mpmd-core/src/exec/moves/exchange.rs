@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use mpmd_base::ProcessId;
 use mpmd_memory::SharedBuffer;
-use mpmd_proto::router::Failure;
+use mpmd_proto::router::{Failure, PieceSize};
 
 use crate::exec::moves::mailbox::Key;
 use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome, Resolver};
@@ -226,8 +226,9 @@ impl KernelExchange {
                     .mailbox
                     .post(message.key, message.takers, Err(failure.clone()));
             } else {
+                let (op, piece) = message.key;
                 self.runtime
-                    .with_router(|router| router.poison(message.process, message.key, failure));
+                    .with_router(|router| router.poison(message.process, op, piece, failure));
             }
         }
     }
@@ -337,11 +338,14 @@ impl KernelExchange {
             op: round.op,
             piece: message.key.1,
         };
-        let sizes = (likely, round.group.most);
+        let size = PieceSize {
+            likely,
+            most: round.group.most,
+        };
         let hash = self.guard.hash();
         let now = self.runtime.now();
         self.runtime.with_router(|router| {
-            router.expect_any_size(from, message.key, hash, sizes, waiter, now);
+            router.expect_any_size(from, message.key, hash, size, waiter, now);
         });
     }
 }

@@ -201,8 +201,8 @@ impl Send {
             self.guard.fail_sends(failure);
         }
         for peer in peers {
-            let key = self.guard.key(self.transfer.id);
-            runtime.with_router(|router| router.poison(*peer, key, failure));
+            let (op, piece) = self.guard.key(self.transfer.id);
+            runtime.with_router(|router| router.poison(*peer, op, piece, failure));
         }
     }
 }

@@ -142,7 +142,7 @@ impl Runtime {
             Payload::Inline(bytes) | Payload::Lent(bytes) if bytes.device().is_none() => {
                 batch::unpack(bytes)
             }
-            _ => Err("a batch without bytes".to_owned()),
+            _ => Err(batch::BatchError::NoBytes),
         };
 
         match messages {

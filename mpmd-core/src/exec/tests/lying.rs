@@ -4,7 +4,7 @@
 use mpmd_device::copy::copy_region;
 use mpmd_fuzz::{Rng, integer, mutate};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
-use mpmd_proto::router::{self, Failure, FailureKind, OpRecord, ProbeAnswer};
+use mpmd_proto::router::{self, Failure, FailureKind, OpRecord, PieceSize, ProbeAnswer};
 use mpmd_proto::{Header, MessageKind, control};
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{Handler, Ticket, TransportError, batch};
@@ -330,7 +330,8 @@ impl Scene {
             };
             let now = self.runtime.now();
             self.runtime.with_router(|router| {
-                router.expect_any_size(from, (op, piece), hash(op), (most, most), waiter, now);
+                let size = PieceSize { likely: most, most };
+                router.expect_any_size(from, (op, piece), hash(op), size, waiter, now);
             });
             issued.bytes.push((slot, expected));
             issued.pieces.push((from, op, piece, values));
@@ -635,7 +636,11 @@ fn unexpected_lengths_take_no_memory() {
         };
         let now = runtime.now();
         runtime.with_router(|router| {
-            router.expect_any_size(LIAR, (1, 0), hash(1), (100_000, 100_000), waiter, now);
+            let size = PieceSize {
+                likely: 100_000,
+                most: 100_000,
+            };
+            router.expect_any_size(LIAR, (1, 0), hash(1), size, waiter, now);
         });
         let header = Header {
             epoch: 1,

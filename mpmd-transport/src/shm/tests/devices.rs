@@ -107,17 +107,20 @@ impl Drop for Memory {
 }
 
 impl DeviceSharing for Site {
-    fn samples(&self) -> Result<Vec<Vec<u8>>, String> {
+    fn samples(&self) -> io::Result<Vec<Vec<u8>>> {
         match &self.without {
             None => Ok(vec![b"sample".to_vec(); 3]),
-            Some(why) => Err(why.clone()),
+            Some(why) => Err(io::Error::other(why.clone())),
         }
     }
 
-    fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
+    fn try_sample(&self, sample: &[u8]) -> io::Result<()> {
         assert_eq!(sample, b"sample");
         if self.blind {
-            Err(format!("process {} sees nothing", self.process))
+            Err(io::Error::other(format!(
+                "process {} sees nothing",
+                self.process
+            )))
         } else {
             Ok(())
         }

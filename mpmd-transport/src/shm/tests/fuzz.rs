@@ -96,15 +96,15 @@ struct Devices;
 struct Memory(usize);
 
 impl DeviceSharing for Devices {
-    fn samples(&self) -> Result<Vec<Vec<u8>>, String> {
+    fn samples(&self) -> io::Result<Vec<Vec<u8>>> {
         Ok(vec![b"sample".to_vec()])
     }
 
-    fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
+    fn try_sample(&self, sample: &[u8]) -> io::Result<()> {
         if sample == b"sample" {
             Ok(())
         } else {
-            Err("it is none".to_owned())
+            Err(io::Error::other("it is none"))
         }
     }
 

@@ -339,7 +339,7 @@ fn is_long_int(written: &str) -> bool {
 }
 
 fn read_number(written: &str) -> Option<Literal> {
-    let lonely = |(i, _): (usize, &str)| {
+    let is_lonely = |i: usize| {
         let neighbours = [
             written[..i].chars().next_back(),
             written[i + 1..].chars().next(),
@@ -348,7 +348,7 @@ fn read_number(written: &str) -> Option<Literal> {
             .iter()
             .all(|c| c.is_some_and(|c| c.is_ascii_alphanumeric()))
     };
-    if written.match_indices('_').any(lonely) {
+    if written.match_indices('_').any(|(i, _)| is_lonely(i)) {
         return None;
     }
 

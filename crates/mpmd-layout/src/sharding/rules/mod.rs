@@ -127,11 +127,8 @@ pub fn infer(
         let state = states[parameter.unwrap_or(place)].clone();
         check(name, &state, mesh)?;
 
-        let (levels, notes): (Vec<Level>, Vec<String>) = state
-            .notes
-            .into_iter()
-            .map(|note| (note.level, note.text))
-            .unzip();
+        let levels: Vec<Level> = state.notes.iter().map(|note| note.level).collect();
+        let notes = state.notes.into_iter().map(|note| note.text).collect();
         let leaf = InferredLeaf::new(
             name.clone(),
             aval.clone(),

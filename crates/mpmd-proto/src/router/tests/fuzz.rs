@@ -49,9 +49,13 @@ impl Job {
             if *to == process && *is_known {
                 self.expect(process, *from, key, *bytes);
             } else if *to == process {
-                let (hash, sizes, now) =
-                    (self.hash(process, op), (bytes / 2, *bytes), at(self.now));
-                self.routers[process].expect_any_size(peer, key, hash, sizes, key, now);
+                let size = PieceSize {
+                    likely: bytes / 2,
+                    most: *bytes,
+                };
+                let hash = self.hash(process, op);
+                let now = at(self.now);
+                self.routers[process].expect_any_size(peer, key, hash, size, key, now);
             } else if *from == process {
                 let to = ProcessId(*to as u32);
                 let hash = self.hash(process, op);

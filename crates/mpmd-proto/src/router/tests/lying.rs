@@ -139,7 +139,11 @@ fn piece_of_unknown_size_is_bounded() {
     for bytes in [0, 40_000, 40_001, u64::MAX] {
         let mut job = job();
         let (hash, now) = (job.hash(0, 1), at(job.now));
-        job.routers[0].expect_any_size(ProcessId(1), (1, 0), hash, (30_000, 40_000), (1, 0), now);
+        let size = PieceSize {
+            likely: 30_000,
+            most: 40_000,
+        };
+        job.routers[0].expect_any_size(ProcessId(1), (1, 0), hash, size, (1, 0), now);
         job.act(0);
         job.say(1, 0, piece(MessageKind::Data, 1, bytes), &[]);
         assert_eq!(

@@ -43,7 +43,11 @@ fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
     job.expect(1, 0, (5, 1), 1 << 20);
     let now = at(job.now);
     let hash = job.hash(1, 5);
-    job.routers[1].expect_any_size(ProcessId(0), (5, 2), hash, (1 << 20, 1 << 21), (5, 2), now);
+    let size = PieceSize {
+        likely: 1 << 20,
+        most: 1 << 21,
+    };
+    job.routers[1].expect_any_size(ProcessId(0), (5, 2), hash, size, (5, 2), now);
     job.routers[1].decline(ProcessId(0), (5, 3), hash, (5, 3), now);
     job.act(1);
     assert_eq!(flying(&job, MessageKind::Grant), 0);
@@ -192,7 +196,7 @@ fn poison_of_a_lower_piece_lets_the_sender_hear() {
     job.run(3);
     assert!(job.taken.is_empty());
     let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "the kernel broke");
-    job.routers[0].poison(ProcessId(1), (1, 0), &failure);
+    job.routers[0].poison(ProcessId(1), 1, 0, &failure);
     job.act(0);
     job.run(3);
     assert_eq!(job.taken[&(0, 1)], 2);
@@ -230,7 +234,7 @@ fn poison_and_death_end_waits_for_zero_copy_pieces() {
             job.issue(process, 9, "op");
         }
     }
-    job.routers[0].poison(ProcessId(1), (1, 0), &failure);
+    job.routers[0].poison(ProcessId(1), 1, 0, &failure);
     job.act(0);
     job.expect(1, 0, (1, 0), 1 << 20);
     job.expect(1, 0, (2, 0), 1 << 20);

@@ -143,9 +143,9 @@ impl Epochs {
             return;
         }
         let leavers = self.leavers.take();
-        let (first, others): (Vec<_>, Vec<_>) = leavers
+        let (first, others) = leavers
             .into_iter()
-            .partition(|leaver| self.own_place(leaver).is_some());
+            .partition::<Vec<_>, _>(|leaver| self.own_place(leaver).is_some());
 
         for leaver in first.into_iter().chain(others) {
             let size = self.seats.len();

@@ -522,7 +522,9 @@ impl World {
                     .expect("it has joined")
                     .check(is_first, self.now);
                 let past = match (parted, succession.past) {
-                    (Err(why), _) => return self.end(process, HowItEnded::Failed(why)),
+                    (Err(doubt), _) => {
+                        return self.end(process, HowItEnded::Failed(doubt.to_string()));
+                    }
                     (_, None) => {
                         let why = "it had no place".to_owned();
                         return self.end(process, HowItEnded::Failed(why));
