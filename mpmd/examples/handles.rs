@@ -8,16 +8,18 @@ use mpmd::prelude::*;
 use mpmd::{DeviceId, sharding::Sharding};
 
 fn main() -> std::process::ExitCode {
-    mpmd::job::main(4, 8, program) // 4 processes with 2 devices each: 0 and 1, 2 and 3, …
+    mpmd::job::main(4, 8, program) // 4 processes, with 2 of 8 devices each
 }
 
 fn program(p: &mut Program) -> Result<()> {
-    let old = p.mesh_of(&[("half", 2)], &[DeviceId(0), DeviceId(2)])?;
-    let new = p.mesh_of(&[("half", 2)], &[DeviceId(1), DeviceId(4)])?;
-
+    // An array in two halves: first on the devices 0 and 2, then on 1 and 4.
+    let before = p.mesh_of(&[("half", 2)], &[DeviceId(0), DeviceId(2)])?;
+    let after = p.mesh_of(&[("half", 2)], &[DeviceId(1), DeviceId(4)])?;
     let x = MpmdArray::from_slice(&[4], &[1.0f32, 2.0, 3.0, 4.0])?;
-    let x = p.device_put(&x, old.sharding(spec!["half"]))?;
-    let y = p.device_put(&x, new.sharding(spec!["half"]))?; // device 0 to 1, device 2 to 4
+    let x = p.device_put(&x, before.sharding(spec!["half"]))?;
+    let y = p.device_put(&x, after.sharding(spec!["half"]))?;
+
+    // Every process has both handles. It has values only of the halves on its own devices.
     let did = match (local_values(&x)?, local_values(&y)?) {
         (Some(x), Some(_)) => format!("copied {x:?}"),
         (Some(x), None) => format!("sent {x:?}"),
@@ -26,20 +28,17 @@ fn program(p: &mut Program) -> Result<()> {
     };
     mpmd::job::print_in_order(p, did)?;
 
+    // Each device of `after` computes a part of the sum. The move to device 0 adds the parts.
     let sum = kernel(
         |_: &ShapedArray| f32s([]),
         |y: View<f32>, mut sum: ViewMut<f32>| sum[0] = y.iter().sum(),
     );
-    let partial = new.replicated().unreduced(&["half"])?; // each device has a part of the sum
-    let sum = p.jit(sum).on(&new).outputs(partial).build()?;
+    let parts = after.replicated().unreduced(&["half"])?;
+    let sum = p.jit(sum).on(&after).outputs(parts).build()?;
     let sum = sum.call(p, y)?;
-    let sum = p.device_put(&sum, Sharding::single_device(DeviceId(0)))?; // adds the parts
+    let sum = p.device_put(&sum, Sharding::single_device(DeviceId(0)))?;
     if let Some(sum) = sum.to_host()? {
-        println!(
-            "process {} has the sum: {:?}",
-            p.process(),
-            sum.to_vec::<f32>()?
-        );
+        println!("the sum is {:?}", sum.to_vec::<f32>()?);
     }
     Ok(())
 }

@@ -45,7 +45,7 @@ const HANDLES: &str = "process 0: copied [1.0, 2.0]
 process 1: sent [3.0, 4.0]
 process 2: received [3.0, 4.0]
 process 3: did nothing
-process 0 has the sum: [10.0]
+the sum is [10.0]
 ";
 
 /// The crate's first program compiles with `mpmd` alone. The others are the examples, which their
