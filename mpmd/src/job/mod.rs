@@ -372,7 +372,7 @@ pub fn run<E: Into<anyhow::Error>>(
     }
 }
 
-// The arguments of a program that has none of its own. Their help would show a documentation.
+/// Runs this program as a job of several processes
 #[derive(Parser)]
 struct OnlyJobArgs {
     #[command(flatten)]
