@@ -1,6 +1,7 @@
 //! Errors of this crate. Each names the failure, the line of the program, and the party at fault.
 
 use std::fmt;
+use std::io;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +17,9 @@ use mpmd_layout::sharding::ShardingError;
 use mpmd_layout::sharding::rules::RulesError;
 use mpmd_layout::topology::MeshError;
 use mpmd_layout::tree::TreeError;
-use mpmd_schedule::ScheduleError;
+use mpmd_rendezvous::{RendezvousError, TokenError};
+use mpmd_schedule::flow::FlowError;
+use mpmd_schedule::{LowerError, ScheduleError, TextError};
 
 /// The result type of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -81,10 +84,22 @@ pub enum Error {
     /// caller is at fault.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
+    /// The text of a schedule cannot be read. The caller, or the file, is at fault.
+    #[error(transparent)]
+    ScheduleText(#[from] TextError),
+    /// The transfers of a schedule cannot be put in order. The caller is at fault.
+    #[error(transparent)]
+    Lower(#[from] LowerError),
+    /// The rows of a schedule have no flow. The caller is at fault.
+    #[error(transparent)]
+    Flow(#[from] FlowError),
     /// This process could not join the job: its rank or the addresses of the peers are missing or
     /// wrong.
     #[error(transparent)]
     Launch(#[from] LaunchError),
+    /// The secret of a job cannot be read or made.
+    #[error(transparent)]
+    Token(#[from] TokenError),
     /// Processes could not be connected.
     #[error(transparent)]
     Transport(#[from] TransportError),
@@ -97,6 +112,10 @@ pub enum Error {
     /// This machine refused a resource: threads, memory, sockets. Holds the message.
     #[error("{0}")]
     Environment(String),
+    /// A file or a stream of the program could not be read or written: an error of
+    /// [`std::io`] that the program returns by `?`. It does not name the file.
+    #[error("{0}")]
+    Io(Arc<io::Error>),
     /// The epoch of the job ends after a commit, since its processes change: see
     /// [`Program::commit`](crate::Program::commit). The program should return this error. It is
     /// called again in the next epoch. Every process gets it. If it returns another error, the job
@@ -171,6 +190,22 @@ impl Error {
         Self::Kernel(message.into())
     }
 
+    /// Converts an error of another crate, such as candle's:
+    /// `tensor.sum_all().map_err(Error::other)?`. Keeps the messages of the error and of its causes,
+    /// not their types.
+    pub fn other(error: impl std::error::Error) -> Self {
+        let mut message = error.to_string();
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            let text = error.to_string();
+            if !message.contains(&text) {
+                message = format!("{message}: {text}");
+            }
+            cause = error.source();
+        }
+        Self::Kernel(message)
+    }
+
     pub(crate) fn failed(failure: Arc<Failure>) -> Self {
         Self::Failed(failure)
     }
@@ -193,6 +228,18 @@ impl Error {
     pub fn is_divergence(&self) -> bool {
         self.failure()
             .is_some_and(|failure| failure.kind == FailureKind::Diverged)
+    }
+}
+
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
+        Self::Io(Arc::new(error))
+    }
+}
+
+impl From<RendezvousError> for Error {
+    fn from(error: RendezvousError) -> Self {
+        Self::Launch(error.into())
     }
 }
 
@@ -418,6 +465,27 @@ mod tests {
     use mpmd_rendezvous::RendezvousError;
 
     use super::*;
+    use crate::exec::array::host_array::HostArray;
+
+    #[test]
+    fn errors_of_a_program_convert_by_question_mark() {
+        fn of(error: impl Into<Error>) -> String {
+            error.into().to_string()
+        }
+
+        let missing = io::Error::new(io::ErrorKind::NotFound, "no such file");
+        assert_eq!(of(missing), "no such file");
+        let wrong = HostArray::from_slice(&[3], &[1.0f32]).unwrap_err();
+        let message = wrong.to_string();
+        assert_eq!(of(wrong), message);
+        let view = ViewError::NotScalar(2);
+        assert_eq!(of(view.clone()), view.to_string());
+        let malformed = TokenError::Malformed { digits: 3 };
+        assert_eq!(of(malformed.clone()), malformed.to_string());
+
+        let cause = io::Error::other(ViewError::NoObject);
+        assert_eq!(Error::other(cause).to_string(), "the view has no object");
+    }
 
     #[test]
     fn debug_prints_the_message_once() {

@@ -1,9 +1,9 @@
 //! The schedules with which a training goes on with fewer or more processes than at first.
 
 use mpmd::ProcessId;
+use mpmd::job::bytes_text;
 use mpmd::pipeline::Schedule;
 use mpmd::topology::Topology;
-use mpmd_base::bytes_text;
 
 use crate::training;
 

@@ -2,9 +2,14 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "candle")]
 pub mod kernel_gpt;
+#[cfg(feature = "candle")]
 pub mod layout;
+#[cfg(feature = "candle")]
 pub mod pipeline;
 pub mod sample;
+#[cfg(feature = "candle")]
 pub mod training;
+#[cfg(feature = "candle")]
 pub mod transformer;

@@ -9,9 +9,9 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use mpmd::pipeline::{Builtin, Schedule, ScheduleText};
+use mpmd::train::data::TextBytes;
+use mpmd::train::{RunOutcome, StepReport, Trainer};
 use mpmd::{MpmdArray, Program};
-use mpmd_train::data::TextBytes;
-use mpmd_train::{RunOutcome, StepReport, Trainer};
 
 /// Returns a built-in schedule, or reads one from a file in torch's text format. `chunks` are the
 /// stages of each rank: by default 2 for schedules with several, else 1. By default there are 4

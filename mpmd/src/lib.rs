@@ -32,63 +32,37 @@
 //!
 //! # A pipeline of two stages
 //!
-//! A [`Stage`](pipeline::Stage) has a forward and a backward pass. A
+//! A stage is made of closures over arrays: one computes the output, the others the gradients. A
 //! [`Schedule`](pipeline::Schedule) says in which order each rank runs them. This program trains
 //! `loss = (x * w)²`, each stage on a process of its own. [`testing::simulate`] runs both processes
 //! in one:
 //!
 //! ```
-//! use mpmd::{aval::ShapedArray as Shape, pipeline::*, prelude::*, tree::Empty};
-//! struct Scale; // y = x * w
-//! impl Stage for Scale {
-//!     type Params = MpmdArray; type In = MpmdArray; type Out = MpmdArray;
-//!     fn infer(&self, _: &Shape, x: &Shape, _: &SideShapes) -> Result<StageSignature<Shape>> {
-//!         Ok(StageSignature::new(x.clone()))
-//!     }
-//!     fn forward(&self, _: &mut StageContext, w: View, x: View, mut y: ViewMut) -> Result<()> {
-//!         Ok(y.fill(x.scalar::<f32>()? * w.scalar::<f32>()?)?)
-//!     }
-//!     fn backward(
-//!         &self, cx: &mut StageContext, w: View, dy: View, dx: Option<ViewMut>, mut dw: ViewMut
-//!     ) -> Result<()> {
-//!         let x: View = cx.input()?;
-//!         let dy: f32 = dy.scalar()?;
-//!         dw.as_mut_slice::<f32>()?[0] += x.scalar::<f32>()? * dy;
-//!         dx.map_or(Ok(()), |mut dx| Ok(dx.fill(w.scalar::<f32>()? * dy)?))
-//!     }
-//! }
-//! struct Square; // loss = y²
-//! impl Stage for Square {
-//!     type Params = Empty<MpmdArray>; type In = MpmdArray; type Out = Loss<MpmdArray>;
-//!     fn infer(
-//!         &self, _: &Empty<Shape>, _: &Shape, _: &SideShapes
-//!     ) -> Result<StageSignature<Loss<Shape>>> {
-//!         Ok(StageSignature::new(Loss::new(f32s([]), f32s([]))))
-//!     }
-//!     fn forward(
-//!         &self, _: &mut StageContext, _: Empty<View>, y: View, mut loss: Loss<ViewMut>
-//!     ) -> Result<()> {
-//!         loss.weight.fill(1.0f32)?;
-//!         Ok(loss.sum.fill(y.scalar::<f32>()?.powi(2))?)
-//!     }
-//!     fn backward(
-//!         &self, cx: &mut StageContext, _: Empty<View>, dloss: Loss<View>, dy: Option<ViewMut>,
-//!         _: Empty<ViewMut>
-//!     ) -> Result<()> {
-//!         let dy_dloss = 2.0 * cx.input::<View>()?.scalar::<f32>()? * dloss.sum.scalar::<f32>()?;
-//!         dy.map_or(Ok(()), |mut dy| Ok(dy.fill(dy_dloss)?))
-//!     }
-//! }
+//! use mpmd::{pipeline::*, prelude::*, tree::Empty};
+//!
 //! let results = mpmd::testing::simulate(2, 2, 7, |p| {
+//!     let scale = stage(
+//!         like_input, // the output y is like the input x
+//!         |x: View<f32>, w: View<f32>, mut y: ViewMut<f32>| y[0] = x[0] * w[0],
+//!         |_: View<f32>, w: View<f32>, dy: View<f32>, mut dx: ViewMut<f32>| dx[0] = w[0] * dy[0],
+//!         |x: View<f32>, _: View<f32>, dy: View<f32>, mut dw: ViewMut<f32>| dw[0] += x[0] * dy[0],
+//!     );
+//!     let square = loss_stage(
+//!         |y: View<f32>, mut sum: ViewMut<f32>| sum[0] = y[0] * y[0],
+//!         |y: View<f32>, mut dy: ViewMut<f32>| dy[0] = 2.0 * y[0],
+//!     );
 //!     let mesh = p.mesh(&[("stage", 2)])?.split("stage")?;
 //!     let mut put = |x: f32| p.device_put(&MpmdArray::scalar(x), mesh[0].replicated());
 //!     let (w, batch) = (put(3.0)?, vec![Microbatch::new(put(1.0)?), Microbatch::new(put(2.0)?)]);
-//!     let mut pipe = Pipeline::first(Scale, &mesh[0], w)?.then(Square, &mesh[1], Empty::new())?;
+//!     let mut pipe = Pipeline::first(scale, &mesh[0], w)?.then(square, &mesh[1], Empty::new())?;
 //!     let output = pipe.train_step(p, &Schedule::one_f_one_b(2, 2)?, batch)?;
 //!     Ok(output.gradients[0][0].1.to_host()?.map(|dw| dw.to_vec::<f32>()).transpose()?)
 //! });
 //! assert_eq!(results[0].as_ref().unwrap(), &Some(vec![30.0])); // 2 * 3 * 1 + 2 * 6 * 2
 //! ```
+//!
+//! A stage with several parameters, residuals or collectives implements
+//! [`Stage`](pipeline::Stage); `mpmd::candle::stage` makes one of a candle model.
 //!
 //! # Errors
 //!
@@ -97,6 +71,9 @@
 //! its handle; all that is computed from it fails with the same [`Failure`], on every process.
 //! Nothing waits forever: a wait for a silent peer ends after the peer timeout, and its report has
 //! the chain of processes that wait for each other.
+//!
+//! Errors of this crate and [`std::io::Error`] become an [`Error`] by `?`. Others do by
+//! `.map_err(Error::other)`; a program that returns an `anyhow::Result` needs neither.
 //!
 //! # Testing
 //!
@@ -193,7 +170,8 @@ pub mod sharding {
     pub mod rules {
         //! Rules that choose the sharding of each leaf by its name.
         //!
-        //! [`infer_sharding`] applies a [`Strategy`] to a tree and returns a tree of shardings.
+        //! [`infer_sharding`] applies a [`Strategy`] to a tree and returns a tree of shardings. Its
+        //! rules are written in the program, or read by [`rules_from_json`].
         //! [`infer`] returns a table with the rule that applies to each leaf:
         //! [`InferredShardings`], with an [`InferredLeaf`] for each. [`LogicalAxes`] names the
         //! dimensions of leaves.
@@ -209,6 +187,16 @@ pub mod sharding {
             LogicalAxes, OpCall, OpError, OpFailed, ParseError, Registry, RulesError, Strategy,
             infer, infer_sharding,
         };
+
+        /// Reads rules from JSON: `[[".*bias", "replicate"], ["up", "shard_dim(\"model\", 1)"]]`, a
+        /// list of pairs of pattern and tactic, for [`Strategy::parse`].
+        ///
+        /// # Errors
+        ///
+        /// If the text is no such list. The error names the line and column.
+        pub fn rules_from_json(text: &str) -> crate::Result<Vec<(String, String)>> {
+            serde_json::from_str(text).map_err(crate::Error::other)
+        }
     }
 }
 
@@ -277,6 +265,15 @@ pub mod kernels {
     //! wrong value. On CUDA devices cuBLAS multiplies.
 
     pub use mpmd_core::kernel::matmul;
+
+    pub mod host {
+        //! Products of matrices in host memory, for kernels and stages of your own.
+        //!
+        //! [`matmul`], [`matmul_nt`] and [`matmul_tn`] multiply row-major slices of a [`Scalar`],
+        //! on the calling thread. The same operands give the same bits on every call.
+
+        pub use mpmd_device::cpu::matmul::{Scalar, matmul, matmul_nt, matmul_tn};
+    }
 }
 
 pub mod cuda {
@@ -286,24 +283,26 @@ pub mod cuda {
     //! [`Cuda`]. It launches functions of a [`Source`] over a [`Grid`] and multiplies matrices with
     //! [`Gemm`]. An [`Arg`] is an argument of a function. A kernel that uses
     //! [`Gemm`] lists [`CUBLAS`]. [`layers`] has the layers of models: norms, attention, losses.
+    //! [`gpu_names`] says which graphics processors this machine has.
 
     pub use mpmd_core::cuda::{
         Arg, CUBLAS, Cuda, CudaError, CudaPart, CudaVersion, DeviceRoom, ForeignHandle,
-        ForeignStream, Gemm, Grid, Math, NoCuda, Scratch, Source, layers,
+        ForeignStream, Gemm, Grid, Math, NoCuda, Scratch, Source, gpu_names, layers,
     };
 }
 
 pub mod pipeline {
     //! Pipelines: stages, schedules and training steps.
     //!
-    //! Implement [`Stage`], wire a [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`])
-    //! and call [`Pipeline::train_step`]. [`ScheduleText`] reads schedules from files.
-    //! [`ParamSharding`] shards parameters over a stage's devices.
+    //! Make stages of closures, by [`stage()`] and [`loss_stage`], or implement [`Stage`]. Wire a
+    //! [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`]) and call
+    //! [`Pipeline::train_step`]. [`ScheduleText`] reads schedules from files. [`ParamSharding`]
+    //! shards parameters over a stage's devices.
 
     pub use mpmd_core::pipeline::{
-        Gradients, Loss, Microbatch, MicrobatchShapes, ParamSharding, Passes, Pipeline,
-        PlacedShape, SideInput, SideShapes, Stage, StageContext, StageOutput, StageOutputs,
-        StageProbe, StageSignature, StepOutput,
+        ClosureStage, Gradients, Loss, LossInputs, LossStage, Microbatch, MicrobatchShapes,
+        ParamSharding, Passes, Pipeline, PlacedShape, SideInput, SideShapes, Stage, StageContext,
+        StageOutput, StageOutputs, StageProbe, StageSignature, StepOutput, loss_stage, stage,
     };
     pub use mpmd_schedule::{
         Action, ActionKind, Builtin, Cell, CellFault, CellProblem, Dialect, Entry, LowerError,

@@ -4,9 +4,10 @@
 use std::path::{Path, PathBuf};
 use std::process::{self, Command};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, Job};
+use mpmd_tests::{Carrier, Job, Sandbox};
 
 #[test]
 fn requested_ucx_is_reported_as_not_compiled_in() {
@@ -36,16 +37,32 @@ fn each_says(variable: &str, value: &str, is_said: impl Fn(&str) -> bool) {
     }
 }
 
-/// Its second program is the example `quickstart`, which its own tests run. Its first compiles
-/// without the feature that the second needs.
+/// Time limit for the program `handles`.
+const LONG: Duration = Duration::from_secs(60);
+
+/// The text that the program `handles` prints, as the README shows it.
+const HANDLES: &str = "process 0: copied [1.0, 2.0]
+process 1: sent [3.0, 4.0]
+process 2: received [3.0, 4.0]
+process 3: did nothing
+the sum is [10.0]
+";
+
+/// The crate's first program compiles with `mpmd` alone. The others are the examples, which their
+/// own tests run, but for `handles`.
 #[test]
-fn outside_crate_with_mpmd_alone_compiles_and_passes_its_tests() {
+fn outside_crate_compiles_all_examples_and_passes_its_tests() {
     outside(&["check", "--no-default-features", "--bin", "outside"]);
-    assert_eq!(outside(&["test"]).matches("test result: ok. ").count(), 3);
+    assert_eq!(outside(&["test"]).matches("test result: ok. ").count(), 2);
+
+    let site = Sandbox::new().expect("a sandbox");
+    let handles = site.command(target().join("debug/outside-handles"));
+    let mut process = site.start(handles, "handles").expect("it starts");
+    let end = process.wait(Instant::now() + LONG).expect("it ends");
+    assert_eq!(end.stdout, HANDLES, "{}", process.report());
 }
 
-/// Runs cargo in a copy of `tests/outside`, a crate that has `mpmd` as its only dependency. Returns
-/// the output.
+/// Runs cargo in a copy of `tests/outside`, with the sources of the examples. Returns the output.
 fn outside(arguments: &[&str]) -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
@@ -76,9 +93,15 @@ fn outside(arguments: &[&str]) -> String {
     // The same versions as the workspace's, which are here already.
     write("Cargo.lock", read("Cargo.lock"));
     write("src/main.rs", read("tests/outside/src/main.rs"));
+    let examples = root.join("mpmd-examples/src");
+    for file in files_below(&examples) {
+        let name = file.strip_prefix(&examples).expect("it lies there");
+        let text = std::fs::read_to_string(&file).expect("a file");
+        write(&format!("src/examples/{}", name.display()), text);
+    }
     write(
-        "src/quickstart.rs",
-        read("mpmd-examples/src/bin/quickstart.rs"),
+        "src/examples/bin/handles.rs",
+        read("mpmd/examples/handles.rs"),
     );
     write(
         "tests/processes.rs",
@@ -95,6 +118,18 @@ fn outside(arguments: &[&str]) -> String {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{shown}{errors}");
     shown.into_owned()
+}
+
+/// Returns all files below `folder`.
+fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("a folder");
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    paths
+        .flat_map(|path| match path.is_dir() {
+            true => files_below(&path),
+            false => vec![path],
+        })
+        .collect()
 }
 
 /// Returns cargo's target folder. What the workspace built there of others' crates serves the crate

@@ -3,19 +3,16 @@
 use std::fmt;
 use std::panic::Location;
 
+use super::closure::ClosureIdentity;
 use super::context::{Context, CudaAccess};
 use super::cuda::{Cuda, CudaPart};
 use super::view::{View, ViewMut};
 use super::{Kernel, Shapes, Signature, Views, ViewsMut};
 use crate::error::{Error, Result};
-use crate::exec::Rolling;
 use crate::exec::array::MpmdArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Tree;
 use mpmd_memory::OwnedBuffer;
-
-/// Maximum length in bytes of declared values that a kernel's name shows.
-const SHOWN_VALUES: usize = 40;
 
 /// The shapes and the work of a [`HostKernel`].
 pub trait HostWork: Send + Sync + 'static {
@@ -57,12 +54,7 @@ pub trait HostWork: Send + Sync + 'static {
 /// [`Kernel`] and issue work with [`Context::cuda`].
 pub struct HostKernel<W> {
     work: W,
-    name: String,
-    declared: Vec<String>,
-    /// The source line of the closure.
-    at: &'static Location<'static>,
-    /// True if the work has a size, so that processes must compare its captured values.
-    captures: bool,
+    identity: ClosureIdentity,
 }
 
 impl<W> HostKernel<W> {
@@ -85,13 +77,9 @@ impl<W: HostWork> HostKernel<W> {
     /// Creates the kernel of a closure made at line `at`. `kind` begins its name. `captures` is
     /// true if the closure has captured values.
     pub fn closure(kind: &str, at: &'static Location<'static>, captures: bool, work: W) -> Self {
-        let name = format!("{kind} at {}:{}", at.file(), at.line());
         Self {
             work,
-            name,
-            declared: Vec::new(),
-            at,
-            captures,
+            identity: ClosureIdentity::new(kind, at, captures),
         }
     }
 
@@ -102,20 +90,8 @@ impl<W: HostWork> HostKernel<W> {
     /// refused when it is called.
     #[must_use]
     pub fn with(mut self, value: impl fmt::Debug) -> Self {
-        let shown = self.shown_values().len();
-        self.name.truncate(self.name.len() - shown);
-        self.declared.push(format!("{value:?}"));
-        self.name += &self.shown_values();
+        self.identity.declare(&value);
         self
-    }
-
-    /// Returns the declared values in parentheses, or nothing if there are none or too many.
-    fn shown_values(&self) -> String {
-        let values = self.declared.join(", ");
-        if values.is_empty() || values.len() > SHOWN_VALUES {
-            return String::new();
-        }
-        format!(" ({values})")
     }
 }
 
@@ -124,14 +100,7 @@ impl<W: HostWork> Kernel for HostKernel<W> {
     type Out = W::Out;
 
     fn infer(&self, x: &Shapes<W::In>) -> Result<Signature<Shapes<W::Out>>> {
-        if self.captures && self.declared.is_empty() {
-            return Err(Error::kernel(format!(
-                "the closure at {} captures values: declare each by `.with(value)`, so that \
-                 processes can compare them",
-                self.at
-            )));
-        }
-
+        self.identity.check()?;
         let signature = Signature::new(self.work.infer(x)?);
         Ok(self.work.declare(x, signature))
     }
@@ -146,24 +115,17 @@ impl<W: HostWork> Kernel for HostKernel<W> {
     }
 
     fn name(&self) -> &str {
-        &self.name
+        self.identity.name()
     }
 
-    /// Returns the hashes of the closure's place and of each declared value. The name has neither
-    /// the column nor long values.
     fn statics(&self) -> Vec<u64> {
-        let hash = |text: &str| Rolling::default().mix_bytes(text.as_bytes()).word();
-        let place = hash(&self.at.to_string());
-        [place]
-            .into_iter()
-            .chain(self.declared.iter().map(|text| hash(text)))
-            .collect()
+        self.identity.statics()
     }
 }
 
 impl<W> fmt::Debug for HostKernel<W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostKernel({})", self.name)
+        write!(f, "HostKernel({})", self.identity.name())
     }
 }
 

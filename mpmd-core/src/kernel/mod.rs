@@ -23,8 +23,8 @@ mod view;
 pub use mpmd_device::collective::{CollectiveKind, Reduce, Reducible};
 
 pub use crate::error::ViewError;
+pub(crate) use closure::{ClosureIdentity, arrays, check_dtypes, names};
 pub use closure::{Closures, Elementwise, InferShapes, RunKernel, elementwise, kernel, like_input};
-pub(crate) use closure::{arrays, check_dtypes, names};
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
 pub use context::Context;
 pub(crate) use context::{CudaAccess, DeviceBindings, MeshPosition};

@@ -8,6 +8,7 @@
 //! drops each buffer after the last action that needs it.
 
 mod bound_stage;
+mod closures;
 mod context;
 mod erased;
 mod erased_tree;
@@ -28,6 +29,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use bound_stage::BoundStage;
+pub use closures::{ClosureStage, LossInputs, LossStage, loss_stage, stage};
 pub use context::StageContext;
 use erased_tree::ErasedTree;
 use graph::StageGraph;

@@ -1,5 +1,6 @@
-//! Moves arrays between two stages on two meshes: `cargo run --bin basic`. With `--device cuda` the
-//! arrays are on GPUs, but its closures still compute on the host.
+//! Moves arrays between two stages on two meshes: `cargo run -p mpmd-examples --no-default-features
+//! --bin basic`, which builds no candle. With `--device cuda` the arrays are on GPUs, but its
+//! closures still compute on the host.
 
 use std::process::ExitCode;
 

@@ -1,11 +1,10 @@
 //! A custom kernel, in CUDA C for CUDA devices and in Rust for CPUs: `cargo run
 //! --bin cuda_kernel`.
 
-use mpmd_device::cuda;
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd::cuda::{Grid, Source};
+use mpmd::cuda::{Grid, Source, gpu_names};
 use mpmd::prelude::*;
 use mpmd::topology::DeviceKind;
 
@@ -93,9 +92,9 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let kind = match cuda::found() {
-        Ok(driver) => {
-            println!("on {}", driver.gpus[0].name);
+    let kind = match gpu_names() {
+        Ok(gpus) => {
+            println!("on {}", gpus[0]);
             DeviceKind::Cuda
         }
         Err(why) => {

@@ -13,8 +13,8 @@ use mpmd::random::{Key, uniform_f32};
 use mpmd::reshard::{self, Summary};
 use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Registry, Strategy, infer_sharding};
+use mpmd::topology::LinkClass;
 use mpmd::tree::PrefixTree;
-use mpmd_core::topology::LinkClass;
 
 /// Number of devices of the job.
 const DEVICES: usize = 8;

@@ -22,17 +22,16 @@ use mpmd::aval::DType;
 use mpmd::candle::nn::loss::cross_entropy_sum;
 use mpmd::candle::{self, CandleStage, Cx, Tensor, Tensors, VarBuilder, stage};
 use mpmd::cuda::Math;
-use mpmd::job::{Elastic, JobArgs, at_least, not_negative, say};
+use mpmd::job::{Elastic, JobArgs, at_least, not_negative, parse_bytes, say};
 use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule};
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
-use mpmd::sharding::rules::{InferredShardings, Registry, Strategy, infer};
+use mpmd::sharding::rules::{InferredShardings, Registry, Strategy, infer, rules_from_json};
 use mpmd::topology::Mesh;
 use mpmd::train::data::{SEPARATOR, TextBytes, Windows};
 use mpmd::train::stop::{StopFlag, exit_code, stop_name};
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{Commits, DeviceId, Fact, ProcessId};
-use mpmd_base::parse_bytes;
 use mpmd_examples::kernel_gpt;
 use mpmd_examples::layout::Layouts;
 use mpmd_examples::sample::{next_byte, printable};
@@ -691,8 +690,7 @@ impl<'a> TrainingPlan<'a> {
 fn read_strategy(path: &Path) -> anyhow::Result<Vec<RuleText>> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let rules = serde_json::from_str(&text);
-    rules.with_context(|| {
+    rules_from_json(&text).with_context(|| {
         format!(
             "{}: no list of pairs [\"pattern\", \"tactic\"]",
             path.display()

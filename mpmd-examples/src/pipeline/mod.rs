@@ -16,7 +16,7 @@ use mpmd::prelude::*;
 use mpmd::random::{Key, normal_f64, uniform_f64};
 use mpmd::sharding::Sharding;
 use mpmd::train::Sgd;
-use mpmd_train::optimizer::Optimizer;
+use mpmd::train::optimizer::Optimizer;
 pub use stages::Number;
 use stages::{Products, SquareError, StageWeights};
 

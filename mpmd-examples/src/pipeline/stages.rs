@@ -7,10 +7,10 @@
 use std::marker::PhantomData;
 
 use mpmd::kernel::Reducible;
+use mpmd::kernels::host::{Scalar, matmul, matmul_nt, matmul_tn};
 use mpmd::pipeline::{Loss, SideInput, SideShapes, Stage, StageContext, StageSignature};
 use mpmd::prelude::*;
-use mpmd_device::cpu::matmul::{Scalar, matmul, matmul_nt, matmul_tn};
-use mpmd_train::optimizer::Float;
+use mpmd::train::optimizer::Float;
 
 /// A float type of the job: `f32` or `f64`.
 pub trait Number: Scalar + Float + Reducible {}

@@ -181,7 +181,7 @@ fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
 /// This test does not hide real drivers: it is skipped on a machine with one.
 #[test]
 fn training_without_a_driver_reports_it() {
-    if mpmd_device::cuda::found().is_ok() {
+    if mpmd::cuda::gpu_names().is_ok() {
         eprintln!("skipped: this machine has a CUDA driver");
         return;
     }

@@ -1,6 +1,9 @@
 //! Runs a program as a job, by its arguments: as one process, as threads, as processes that it
 //! starts itself, or as one process of a job that a launcher has started.
 //!
+//! A program without options of its own has [`main`]. One with options flattens [`JobArgs`] into
+//! them, and calls [`run`]:
+//!
 //! ```no_run
 //! use std::process::ExitCode;
 //!
@@ -33,13 +36,16 @@ use std::time::Duration;
 
 use crate::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use crate::topology::DeviceKind;
-use crate::{Builder, Commits, Error, Fact, FailureKind, OnLoss, Program, testing::Simulation};
+use crate::{
+    Builder, Commits, Error, Fact, FailureKind, OnLoss, ProcessId, Program, testing::Simulation,
+};
 use anyhow::Context;
-use clap::ValueEnum;
+use clap::{Parser, ValueEnum};
 use mpmd_launch::{end_with_stdout, process_counts};
 use signal_hook::consts::SIGXFSZ;
 
 pub use inputs::{ComparedOptions, JobInputs};
+pub use mpmd_base::{bytes_text, parse_bytes};
 pub use mpmd_launch::printable;
 pub use numbers::{NumberError, at_least, not_negative, positive};
 
@@ -364,6 +370,55 @@ pub fn run<E: Into<anyhow::Error>>(
     } else {
         start(args.launch(processes)?)
     }
+}
+
+/// Runs this program as a job of several processes
+#[derive(Parser)]
+struct OnlyJobArgs {
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+/// Runs `program` as [`run`] does, with the arguments of the command line, which are those of
+/// [`JobArgs`]. Prints an error and ends the process if they are wrong. Blocks until the job has
+/// ended, and returns its exit code.
+///
+/// ```no_run
+/// fn main() -> std::process::ExitCode {
+///     mpmd::job::main(4, 8, |p| {
+///         println!("process {} of {}", p.process(), p.processes());
+///         mpmd::Result::Ok(())
+///     })
+/// }
+/// ```
+pub fn main<E: Into<anyhow::Error>>(
+    default_processes: usize,
+    devices: impl Into<DevicePlacement>,
+    program: impl Fn(&mut Program) -> Result<(), E> + Sync,
+) -> ExitCode {
+    let args = OnlyJobArgs::parse();
+    run(&args.job, default_processes, devices, program).unwrap_or_else(|error| {
+        say(&format!("error: {error:#}"));
+        ExitCode::FAILURE
+    })
+}
+
+/// Prints a line of each process on process 0, in the order of the processes: `process 0: LINE`.
+/// Blocks until all lines have arrived. In a [dry run](Program::is_dry_run) it prints nothing.
+///
+/// Processes that print by themselves share the output, so their lines come in any order.
+///
+/// # Errors
+///
+/// As for [`Program::broadcast_value`].
+pub fn print_in_order(p: &mut Program, line: impl fmt::Display) -> crate::Result<()> {
+    for process in (0..p.processes() as u32).map(ProcessId) {
+        let line = p.broadcast_value(process, String::new(), || Ok(line.to_string()))?;
+        if p.process() == ProcessId(0) && !p.is_dry_run() {
+            println!("process {process}: {}", printable(&line));
+        }
+    }
+    Ok(())
 }
 
 /// Lets a write beyond the limit on the size of files (`ulimit -f`) fail. By default it ends the

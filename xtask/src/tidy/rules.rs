@@ -23,6 +23,7 @@ pub(crate) const RULES: &[TidyRule] = &[
     files_are_short,
     text_is_clean,
     bincode_in_one_module,
+    examples_use_mpmd_alone,
 ];
 
 /// The rules on files of libraries and programs. Unit tests in them are exempt.
@@ -57,6 +58,15 @@ const TRANSPORTS: &[&str] = &[
 
 /// Execution, which uses devices by `mpmd_device::accelerator`.
 const DEVICE_USERS: &[&str] = &["mpmd-core/src/exec"];
+
+/// The folders of the programs that a user would write.
+const EXAMPLES: &[&str] = &["mpmd-examples/", "mpmd/examples/"];
+
+/// The crates that such a program depends on.
+const OF_EXAMPLES: &[&str] = &["anyhow", "clap", "mpmd"];
+
+/// Crates that `mpmd` itself depends on, and that its folder of examples could name too.
+const NOT_OF_EXAMPLES: &[&str] = &["candle_core", "candle_nn", "serde_json", "tokio"];
 
 /// The names of kinds of devices.
 const DEVICE_KINDS: &[&str] = &[
@@ -189,29 +199,15 @@ pub(crate) fn crates_are_below(source: &SourceFile, map: &[&str]) -> Vec<TidyFin
         )];
     };
 
-    let mut findings = Vec::new();
-    let mut section = "";
-    for (i, line) in source.text.lines().enumerate() {
-        // `[dependencies]`, `[target.'cfg(unix)'.dependencies]`, or `[dependencies.name]`.
-        let mut key = line;
-        if let Some(header) = line.strip_prefix('[') {
-            section = header;
-            key = header
-                .rsplit_once("dependencies.")
-                .map_or("", |(_, name)| name);
-        }
-
-        let end = key
-            .find(|c: char| !c.is_alphanumeric() && c != '-')
-            .unwrap_or(key.len());
-        let name = &key[..end];
-        let is_used = section.contains("dependencies") && !section.contains("dev-dependencies");
-        if is_used && is_ours(name) && row(name).is_none_or(|other| other <= own) {
+    let is_wrong = |name: &str| is_ours(name) && row(name).is_none_or(|other| other <= own);
+    dependencies(&source.text)
+        .into_iter()
+        .filter(|(_, name)| is_wrong(name))
+        .map(|(line, name)| {
             let message = format!("{package} depends on {name}, which is not below it in the map");
-            findings.push(finding(i + 1, message));
-        }
-    }
-    findings
+            finding(line, message)
+        })
+        .collect()
 }
 
 /// Returns the package that a folder of the repository has, if it has one.
@@ -250,6 +246,64 @@ fn bincode_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
         .lines_with("bincode")
         .map(|line| finding(line, message))
         .collect()
+}
+
+/// Finds dependencies of the example programs, and paths in them, that a user would not have: all
+/// but `mpmd`, `clap` and `anyhow`. Dependencies of tests are exempt.
+fn examples_use_mpmd_alone(source: &SourceFile) -> Vec<TidyFinding> {
+    let is_example = EXAMPLES.iter().any(|place| source.path.starts_with(place));
+    if !is_example || source.path.contains("/tests/") {
+        return Vec::new();
+    }
+    let remedy = |name: &str| {
+        format!(
+            "an example depends on {} alone, not on {name}: let `mpmd` re-export it",
+            OF_EXAMPLES.join(", ")
+        )
+    };
+
+    if source.path.ends_with("/Cargo.toml") {
+        let named = dependencies(&source.text).into_iter();
+        return named
+            .filter(|(_, name)| !OF_EXAMPLES.contains(name))
+            .map(|(line, name)| finding(line, remedy(name)))
+            .collect();
+    }
+
+    let paths = source.outline.paths.iter();
+    let is_foreign = |name: &str| {
+        let is_inner = name.starts_with("mpmd_") && name != "mpmd_examples";
+        is_inner || NOT_OF_EXAMPLES.contains(&name)
+    };
+    paths
+        .filter(|path| is_foreign(&path.segments[0]))
+        .map(|path| finding(path.line, remedy(&path.segments[0])))
+        .collect()
+}
+
+/// Returns the line number and the name of each dependency in a manifest, but for those of tests.
+fn dependencies(manifest: &str) -> Vec<(usize, &str)> {
+    let mut named = Vec::new();
+    let mut section = "";
+    for (i, line) in manifest.lines().enumerate() {
+        // `[dependencies]`, `[target.'cfg(unix)'.dependencies]`, or `[dependencies.name]`.
+        let mut key = line;
+        if let Some(header) = line.strip_prefix('[') {
+            section = header;
+            key = header
+                .rsplit_once("dependencies.")
+                .map_or("", |(_, name)| name);
+        }
+
+        let end = key
+            .find(|c: char| !c.is_alphanumeric() && !['-', '_'].contains(&c))
+            .unwrap_or(key.len());
+        let is_used = section.contains("dependencies") && !section.contains("dev-dependencies");
+        if is_used && end > 0 {
+            named.push((i + 1, &key[..end]));
+        }
+    }
+    named
 }
 
 /// Finds uses of a transport outside core's execution and the program that sets it up (invariant
@@ -526,6 +580,25 @@ mod tests {
         assert_eq!(check("crates/mpmd-proto/src/wire.rs"), [2]);
         assert_eq!(check("mpmd-core/src/exec/array.rs"), [2]);
         assert_eq!(check("crates/mpmd-proto/src/control.rs"), NONE);
+    }
+
+    #[test]
+    fn example_that_uses_an_inner_crate_is_found() {
+        let check = |path, text| broken(examples_use_mpmd_alone, path, text);
+        let manifest = "[dependencies]\n# A comment.\nanyhow.workspace = true\n\
+            mpmd = { path = \"..\" }\nmpmd-core.workspace = true\nserde_json = \"1\"\n\
+            [dev-dependencies]\ntempfile.workspace = true\n";
+        assert_eq!(check("mpmd-examples/Cargo.toml", manifest), [5, 6]);
+        assert_eq!(check("crates/mpmd-programs/Cargo.toml", manifest), NONE);
+
+        let program = "use mpmd::prelude::*;\nuse mpmd_core::Program;\nuse mpmd_examples::layout;\n\
+            fn f() { mpmd_base::parse_bytes(serde_json::from_str(t)) }\nuse std::fmt;\n";
+        for path in ["mpmd-examples/src/bin/a.rs", "mpmd/examples/a.rs"] {
+            assert_eq!(check(path, program), [2, 4, 4], "{path}");
+        }
+        for path in ["mpmd-examples/tests/all/a.rs", "mpmd/src/lib.rs"] {
+            assert_eq!(check(path, program), NONE, "{path}");
+        }
     }
 
     #[test]

@@ -30,6 +30,7 @@ pub(crate) use names;
 
 mod arity;
 mod elementwise;
+mod identity;
 
 use std::marker::PhantomData;
 use std::panic::Location;
@@ -40,6 +41,7 @@ use crate::error::{Error, Result, leaf};
 use crate::exec::array::MpmdArray;
 pub use arity::{InferShapes, RunKernel};
 pub use elementwise::{Elementwise, elementwise};
+pub(crate) use identity::ClosureIdentity;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
 

@@ -41,6 +41,17 @@ use crate::error::ViewError;
 use crate::error::{Error, Result};
 use mpmd_layout::aval::{DType, Element};
 
+/// Returns the names of this machine's graphics processors that CUDA shows, in its order. The first
+/// call in a process starts the driver, and may take seconds.
+///
+/// # Errors
+///
+/// If there is no driver, it does not work, or it shows no graphics processor.
+pub fn gpu_names() -> Result<Vec<String>, NoCuda> {
+    let driver = mpmd_device::cuda::found()?;
+    Ok(driver.gpus.iter().map(|gpu| gpu.name.clone()).collect())
+}
+
 /// A CUDA device, for a kernel that runs on it. Calls issue work to the device, in order, and do
 /// not wait for it.
 ///

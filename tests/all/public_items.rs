@@ -1,5 +1,5 @@
-//! The names that a user of the crate can meet: every type in a public signature has one, and each
-//! has a reason. Both are read from the sources.
+//! The names that a user of the crate `mpmd` can meet: every type in a public signature has one, and
+//! each has a reason. Both are read from the sources.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -671,7 +671,7 @@ fn guide() -> Vec<(String, String)> {
 
 #[test]
 fn every_program_of_the_guide_is_compiled() {
-    let lib = include_str!("../src/lib.rs");
+    let lib = include_str!("../../mpmd/src/lib.rs");
     for (page, text) in guide() {
         let included = format!("include_str!(\"../../docs/guide/{page}\")");
         assert!(
