@@ -445,6 +445,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/live-weights.md")]
     pub mod live_weights {}
 
+    #[doc = include_str!("../../docs/guide/new-program.md")]
+    pub mod new_program {}
+
     #[doc = include_str!("../../docs/guide/objects.md")]
     pub mod objects {}
 

@@ -6,6 +6,7 @@ mod add;
 mod check;
 mod doctor;
 mod files;
+mod new;
 mod plan;
 mod run;
 mod schedule;
@@ -28,6 +29,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum CliCommand {
+    /// Write a small program to begin with: a package of one file, with a test
+    New(new::NewArgs),
     /// Run a program as several processes on this machine
     Run(run::RunArgs),
     /// Show the activity of the processes of a running job, refreshed every second, or trace them
@@ -65,6 +68,7 @@ fn main() -> ExitCode {
     mpmd_launch::end_with_stdout();
 
     let done = match Cli::parse().command {
+        CliCommand::New(args) => new::new(&args),
         CliCommand::Run(run) => run.run(top::find::process_of_only_job),
         CliCommand::Top(args) => top::top(&args),
         CliCommand::Plan(args) => plan::plan(&args),

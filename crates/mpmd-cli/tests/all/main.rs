@@ -5,6 +5,7 @@ mod check_schedule;
 mod common;
 mod doctor;
 mod ends;
+mod new;
 mod plan;
 mod plan_reshard;
 mod run;
