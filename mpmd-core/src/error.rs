@@ -191,8 +191,8 @@ impl Error {
     }
 
     /// Converts an error of another crate, such as candle's:
-    /// `tensor.sum_all().map_err(Error::other)?`. Keeps the messages of the error and of its causes,
-    /// not their types.
+    /// `tensor.sum_all().map_err(Error::other)?`. Keeps the messages of the error and of its
+    /// causes, not their types.
     pub fn other(error: impl std::error::Error) -> Self {
         let mut message = error.to_string();
         let mut cause = error.source();

@@ -1,5 +1,5 @@
-//! The names that a user of the crate `mpmd` can meet: every type in a public signature has one, and
-//! each has a reason. Both are read from the sources.
+//! The names that a user of the crate `mpmd` can meet: every type in a public signature has one,
+//! and each has a reason. Both are read from the sources.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;

@@ -22,12 +22,12 @@ type Triple = (MpmdArray, MpmdArray, MpmdArray);
 ///
 /// The closures take typed views, as those of [`kernel`](crate::kernel::kernel()), inputs first:
 ///
-/// | closure | takes | writes |
-/// |---|---|---|
-/// | `shapes` | the shapes of `x` and `w` | returns the shape of `y`, or is [`like_input`](crate::kernel::like_input) |
-/// | `forward` | `x`, `w` | the output `y` |
-/// | `input_gradient` | `x`, `w`, `dy` | the gradient `dx` of the input |
-/// | `gradient` | `x`, `w`, `dy` | *adds* that of the parameters to `dw`, which is zero before the first microbatch |
+/// - `shapes` returns the shape of the output `y` for the shapes of `x` and `w`, or is
+///   [`like_input`](crate::kernel::like_input): like `x`.
+/// - `forward` takes `x` and `w`, and writes `y`.
+/// - `input_gradient` takes `x`, `w` and `dy`, and writes the gradient `dx` of the input.
+/// - `gradient` takes `x`, `w` and `dy`, and *adds* the gradient of the parameters to `dw`, which
+///   is zero before the first microbatch.
 ///
 /// `x` is the input, `w` the parameters, `dy` the gradient of the output. `input_gradient` is not
 /// called where no gradient of the input is needed, as on the first stage.

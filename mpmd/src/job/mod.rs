@@ -387,14 +387,14 @@ struct OnlyJobArgs {
 /// fn main() -> std::process::ExitCode {
 ///     mpmd::job::main(4, 8, |p| {
 ///         println!("process {} of {}", p.process(), p.processes());
-///         mpmd::Result::Ok(())
+///         Ok(())
 ///     })
 /// }
 /// ```
-pub fn main<E: Into<anyhow::Error>>(
+pub fn main(
     default_processes: usize,
     devices: impl Into<DevicePlacement>,
-    program: impl Fn(&mut Program) -> Result<(), E> + Sync,
+    program: impl Fn(&mut Program) -> crate::Result<()> + Sync,
 ) -> ExitCode {
     let args = OnlyJobArgs::parse();
     run(&args.job, default_processes, devices, program).unwrap_or_else(|error| {
