@@ -18,8 +18,8 @@ pub(super) enum Dependency {
 }
 
 impl Dependency {
-    /// Finds the crate: in the clone `path`, in the repository `git`, or else in the clone that this
-    /// program was built in.
+    /// Finds the crate: in the clone `path`, in the repository `git`, or else in the clone that
+    /// this program was built in.
     ///
     /// # Errors
     ///
@@ -56,8 +56,8 @@ impl Dependency {
         )
     }
 
-    /// Returns the crate in the clone `folder`, or the crate whose own folder it is. `None` if there
-    /// is none.
+    /// Returns the crate in the clone `folder`, or the crate whose own folder it is. `None` if
+    /// there is none.
     fn in_clone(folder: &Path) -> Result<Option<Self>> {
         let own = [folder.join("mpmd"), folder.to_owned()];
         let Some(package) = own.into_iter().find(|folder| is_mpmd(folder)) else {
