@@ -220,9 +220,8 @@ impl JobEnv {
     }
 
     /// Returns the variables, (name, value), for a process that is added to the job of process
-    /// `pid`, with a number beyond all others of the job: those of this framework that `pid` was
-    /// started with, and others for the process's own numbers. `index` tells the processes that the
-    /// caller adds apart.
+    /// `pid`. They are the framework's variables of `pid`, with a rank beyond all others of the
+    /// job. `index` is different for each process that the caller adds.
     ///
     /// # Errors
     ///

@@ -30,24 +30,24 @@ impl Room {
 pub struct HeldBytes {
     /// For each element of a parameter.
     pub element: u64,
-    /// For each layer beside.
+    /// For each layer, beside its parameters.
     pub layer: u64,
 }
 
 impl HeldBytes {
-    /// In a training of all parameters, in f32: the array, the model's own, the gradient, and two
-    /// moments.
+    /// Trained parameters, in f32: the array, the model's copy, the gradient, and two moments.
     pub const TRAINING: Self = Self {
         element: 5 * 4,
         layer: 0,
     };
-    /// Where parameters are not trained, in f32: the array, and the model's own.
+    /// Parameters that are not trained, in f32: the array, and the model's copy.
     pub const FROZEN: Self = Self {
         element: 2 * 4,
         layer: 0,
     };
 
-    /// In an inference with this room for sequences, with weights in f32 or `bf16`.
+    /// Returns the bytes for inference with caches of size `room`. Weights are `bf16` if `in_half`,
+    /// else `f32`.
     pub fn inference(folder: &Folder, room: Room, in_half: bool) -> Self {
         let config = folder.config();
         let token = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();

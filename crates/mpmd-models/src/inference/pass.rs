@@ -37,23 +37,23 @@ pub struct PassChunk {
     pub new: Option<NewSequence>,
 }
 
-/// How the tokens of a new sequence are chosen.
+/// The settings for the choice of a new sequence's tokens.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct NewSequence {
-    /// The choice of each token.
+    /// The settings for the choice of each token.
     pub sampling: Sampling,
     /// Number of tokens from the start that are the prompt.
     pub prompt: u32,
-    /// Number of the most probable tokens that are told beside the chosen one, at most [`TOP`].
+    /// Number of the most probable tokens to report with each chosen one, at most [`TOP`].
     pub top: Option<u32>,
 }
 
-/// Largest number of the most probable tokens that are told.
+/// Limit on [`NewSequence::top`].
 pub const TOP: usize = 20;
 /// Number of words that a choice takes: the token, the logarithm of its probability, and those of
 /// the most probable tokens.
 pub(crate) const CHOICE: usize = 2 + 2 * TOP;
-/// In place of a token: no token was chosen.
+/// Stands for a token where none was chosen.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// (number of tokens, number of words of the table) of the forms that passes have. The last one has

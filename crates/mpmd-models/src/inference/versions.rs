@@ -312,13 +312,13 @@ pub(super) struct FolderLoading {
     states: Option<Vec<MpmdArray>>,
 }
 
-/// How far a process has read the weights of a folder.
+/// The progress of a process that reads the weights of a folder.
 #[derive(Clone, Debug)]
 enum FolderReading {
     Running,
     /// The weights are taken, and have this hash.
     Read(u64),
-    /// For this reason.
+    /// The reason for the failure.
     Failed(String),
 }
 

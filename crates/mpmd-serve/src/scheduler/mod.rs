@@ -311,7 +311,8 @@ impl Scheduler {
         self.waiting.push_back(id);
     }
 
-    /// Forgets a sequence that has ended, or whose client has left. Does nothing if there is none.
+    /// Forgets the sequence `id`, which has ended or has lost its client. Does nothing if there is
+    /// none.
     pub fn leave(&mut self, id: u64) {
         self.give_up_place(id);
         self.sequences.remove(&id);
@@ -603,13 +604,13 @@ impl Scheduler {
             }
         }
 
-        // Without those of sequences that had to give up their places.
+        // Removes the chunks of sequences that had to give up their places.
         let places = &self.lanes[lane].places;
         let is_there = |slot: usize| places[slot / self.sizes.lanes].is_some();
         pass.chunks.retain(|chunk| is_there(chunk.slot as usize));
         members.retain(|member| is_there(member.slot));
         let ids: Vec<u64> = places.iter().flatten().copied().collect();
-        // Only now the blocks will have their content.
+        // Only after this pass will the blocks have their content.
         for id in ids {
             self.fill(id);
         }
@@ -623,7 +624,7 @@ impl Scheduler {
         let mut ids: Vec<u64> = ids
             .filter(|id| self.version(*id) == Some(version))
             .collect();
-        // Where there is no room for all, each comes first in turn.
+        // Each sequence comes first in turn, since a pass may not have room for all.
         let turn = &mut self.lanes[lane].turns[usize::from(version != self.versions.newest)];
         *turn = turn.wrapping_add(1);
         let first = turn.checked_rem(ids.len()).unwrap_or(0);

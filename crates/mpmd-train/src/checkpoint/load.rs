@@ -407,7 +407,7 @@ mod tests {
         let [first, second, ..] = &mut arrays[0].pieces[..] else {
             panic!("several pieces")
         };
-        // As many elements as before.
+        // The number of elements stays the same.
         assert_eq!(first.0.elements(), second.0.elements());
         second.clone_from(first);
         let list = serde_json::to_vec(&arrays).unwrap();

@@ -33,8 +33,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(saving)
     }
 
-    /// True if the folder has the arrays of the last step, since a save of this trainer was begun
-    /// after it, or it was restored from there.
+    /// True if a save of the last step to this folder was begun, or the trainer was restored from
+    /// it after that step.
     fn is_saved(&self, to: &Checkpoints) -> bool {
         self.saved
             .as_ref()

@@ -205,10 +205,10 @@ struct VersionLink {
     pin: Cell<Option<u64>>,
 }
 
-/// How a version moves.
+/// The version of a turn, and the form in which its pieces move.
 struct VersionMove<'a> {
     version: VersionNumbers,
-    /// For each piece, if its changes travel, and not all of it.
+    /// For each piece, true if only its changed elements travel.
     changed: &'a [bool],
     /// True if the subscriber's processes copy the memory that they are lent.
     copies: bool,
@@ -216,7 +216,7 @@ struct VersionMove<'a> {
 
 /// The pieces and notes on their way to a subscriber's process.
 struct VersionArrivals<'a> {
-    /// For each piece, if its changes come, and not all of it.
+    /// For each piece, true if only its changed elements come.
     changed: &'a [bool],
     /// True if memory that is lent is to be copied.
     copies: bool,

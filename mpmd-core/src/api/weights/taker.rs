@@ -249,7 +249,7 @@ type Bits = HashMap<PieceShard, SharedBuffer>;
 /// The part of this process in one link.
 struct Taker<'a> {
     taking: &'a mut Taking,
-    /// The number in the link of this job's first device.
+    /// The number that this job's first device has in the link.
     first: u32,
     /// The bits of the last whole version, if they are kept, and of the one that comes.
     bits: Bits,
@@ -261,7 +261,7 @@ struct Taker<'a> {
     taken: Option<TakenVersion>,
 }
 
-/// How often the same version was refused.
+/// Counts consecutive refusals of the same version.
 #[derive(Default)]
 struct RefusalCount {
     /// The version that was refused last, if `count` is not 0.

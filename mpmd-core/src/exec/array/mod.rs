@@ -120,7 +120,7 @@ struct Donation {
 
 /// Numbers of an array's devices.
 struct DeviceCounts {
-    /// Those that this process owns.
+    /// Number of devices that this process owns.
     here: usize,
     all: usize,
 }

@@ -119,7 +119,8 @@ pub(crate) struct AheadOf {
 }
 
 impl OpCounts {
-    /// Returns the operations that have not ended, and what others have left at peers.
+    /// Returns the count and the bytes of operations that have not ended or still have memory at
+    /// peers.
     pub(crate) fn ahead(&self) -> AheadOf {
         AheadOf {
             ops: self.ops + self.left,
