@@ -363,8 +363,7 @@ impl PrintedText {
         }
     }
 
-    /// Prints the text that a further token adds. Returns true if the text has reached a stop
-    /// string.
+    /// Prints the text that a further token adds. Returns true once the text has a stop text.
     fn next(&mut self, token: u32) -> Result<bool> {
         let more = self.text.push(token)?;
         print!("{}", self.form.shown(more));

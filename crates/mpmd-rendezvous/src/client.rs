@@ -206,8 +206,8 @@ impl Rendezvous {
         self.link.state.lock().next_processes
     }
 
-    /// Returns the number of processes that can replace those that leave this epoch: that wait for
-    /// a place, or that the server's owner may start. Only process 0 hears of them.
+    /// Returns the number of possible replacements for processes that leave this epoch. They wait
+    /// for a place, or the server's owner may start them. Only process 0 hears of them.
     pub fn replacements(&self) -> usize {
         self.link.state.lock().replacements
     }
@@ -379,7 +379,7 @@ impl Rendezvous {
         self.link.state.lock().succession.clone()
     }
 
-    /// Returns what this process knows of the end of its contact with the server, for its
+    /// Describes the end of this process's contact with the server, for its
     /// [`ServiceSeeker`](super::ServiceSeeker). Call it after the loss of the connection, or after
     /// [`leave_epoch`](Self::leave_epoch). Waits for about a second at most.
     pub fn parting(&self) -> ServiceParting {

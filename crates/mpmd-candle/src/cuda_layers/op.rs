@@ -1,4 +1,4 @@
-//! Operations of candle on CUDA devices, whose kernels are ours.
+//! Operations of candle on CUDA devices with kernels of this crate's own.
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor,

@@ -59,7 +59,7 @@ impl HeldBytes {
     }
 }
 
-/// The costs of a layer, or of what a first or last stage has beside its layers.
+/// The costs of a layer, or of the parts that a first or last stage has beside its layers.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Cost {
     /// Work of a token, in any unit.
@@ -85,8 +85,8 @@ pub(crate) struct TooLittle {
     pub(crate) needs: u64,
 }
 
-/// The costs of a model's layers on a device of a stage, and of what the first and the last stage
-/// have beside them.
+/// The costs of a model's layers on a device of a stage, and of the parts that the first and the
+/// last stage have beside them.
 #[derive(Clone, Debug)]
 pub(crate) struct Layers {
     /// The costs of the first layers together, for each number of layers.

@@ -79,8 +79,8 @@ impl InferenceState {
         Tensor::from_vec(tokens, x.shape(), x.device())
     }
 
-    /// Chooses the token after each chunk with [`samples`](super::pass::Chunk::samples). `x` are
-    /// the outputs of the last layer. `over` is the division of that layer over devices.
+    /// Chooses the next token of each chunk that has `samples` set. `x` are the outputs of the last
+    /// layer. `over` is the division of the stage over devices.
     pub(super) fn choices(
         &mut self,
         part: &Decoder,

@@ -131,8 +131,8 @@ impl PassForms {
         })
     }
 
-    /// Returns passes of all forms, of one sequence whose next tokens are not chosen. There are
-    /// blocks for `most` tokens.
+    /// Returns a pass of each form, over one sequence, without a choice of the next token. There
+    /// are blocks for `most` tokens.
     pub(crate) fn pass_of_each(&self, most: usize) -> impl Iterator<Item = InferencePass> {
         self.0.into_iter().map(move |form| {
             let tokens = form.tokens.min(most).max(1);
@@ -266,7 +266,7 @@ impl InferencePass {
         words
     }
 
-    /// Reads what [`write`](Self::write) has written.
+    /// Reads a pass from the words of [`write`](Self::write).
     ///
     /// # Errors
     ///

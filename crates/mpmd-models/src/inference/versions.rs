@@ -296,7 +296,7 @@ fn check_finite(name: &str, region: &Region, values: &[f32]) -> Result<(), Regio
     }
 }
 
-/// A folder whose weights are read as a version.
+/// A folder, and the version as which its weights are read.
 #[derive(Clone, Debug)]
 pub(super) struct FolderVersion {
     pub(super) folder: PathBuf,
@@ -306,7 +306,7 @@ pub(super) struct FolderVersion {
 /// The weights of a folder that threads of all processes are reading.
 pub(super) struct FolderLoading {
     what: FolderVersion,
-    /// The state of this process.
+    /// The progress of this process.
     reading: Arc<Mutex<FolderReading>>,
     /// The states of all devices, on the way to the reader.
     states: Option<Vec<MpmdArray>>,
@@ -449,8 +449,7 @@ impl FolderLoading {
     }
 }
 
-/// Takes a version of the weights from a folder, whose model must be the same. Returns a hash of
-/// the weights.
+/// Takes a version of the weights from a folder with the same model. Returns a hash of the weights.
 pub(super) fn take_folder(
     loaders: &[StageLoader],
     devices: &[DeviceId],

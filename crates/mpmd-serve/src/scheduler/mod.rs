@@ -45,16 +45,16 @@ pub struct SchedulerSizes {
     pub sequences: usize,
     /// Number of blocks for keys and values.
     pub blocks: usize,
-    /// Number of tokens that a pass computes at most, where prompts are among them.
+    /// Maximum number of tokens of a pass that has tokens of prompts.
     pub chunk: usize,
-    /// Number of tokens of a sequence at most; there are blocks for as many.
+    /// Maximum number of tokens of a sequence; there are blocks for as many.
     pub positions: usize,
 }
 
 /// A pass to be computed.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Decision {
-    /// The lane whose last choices it needs.
+    /// The lane of the pass: it continues from the last tokens chosen in this lane.
     pub lane: u32,
     /// The tokens that it computes.
     pub pass: InferencePass,
@@ -87,7 +87,7 @@ pub struct SchedulerCounts {
 pub struct Scheduler {
     sizes: SchedulerSizes,
     sequences: BTreeMap<u64, Sequence>,
-    /// Those without a place, in order.
+    /// The ids of the sequences without a place, in order.
     waiting: VecDeque<u64>,
     lanes: Vec<Lane>,
     /// The lane of the next decision.
@@ -169,7 +169,8 @@ struct PassRoom {
 struct SequencePlace {
     lane: usize,
     slot: usize,
-    /// Number of tokens that were known at the start: they are given, and others are chosen.
+    /// Number of tokens that were known when the sequence got its place. Passes are given these,
+    /// and choose the later ones.
     given: usize,
     /// Number of tokens in decided passes.
     computed: usize,
@@ -319,8 +320,8 @@ impl Scheduler {
         self.waiting.retain(|other| *other != id);
     }
 
-    /// Forgets all places, blocks and open passes: the stages have lost what they had. All
-    /// sequences are computed again.
+    /// Forgets all places, blocks and open passes: the stages have lost their state. All sequences
+    /// are computed again.
     pub fn restart(&mut self) {
         let mut running: Vec<u64> = self.sequences.keys().copied().collect();
         running.retain(|id| self.sequences[id].place.is_some());
@@ -367,8 +368,8 @@ impl Scheduler {
         None
     }
 
-    /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients
-    /// get.
+    /// Takes the choices of the oldest open pass, by place. Returns (sequence, event for its
+    /// client).
     pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, ReplyEvent)> {
         let Some(OpenPass { lane, members, .. }) = self.open.pop_front() else {
             return Vec::new();
@@ -386,8 +387,8 @@ impl Scheduler {
     }
 
     /// Takes the failure of the oldest open pass. Returns its sequence if it had only one: it has
-    /// ended. Several are computed again, each alone. The stages have lost what they had: as
-    /// [`restart`](Self::restart).
+    /// ended. Several are computed again, each alone. The stages have lost their state: all
+    /// sequences are computed again, as after [`restart`](Self::restart).
     pub fn fail(&mut self) -> Option<u64> {
         let members = self
             .open

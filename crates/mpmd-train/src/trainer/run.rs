@@ -473,7 +473,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         what: &str,
         figure: NotFinite,
     ) -> Result<()> {
-        // A finite evaluation says of its model what the loss of the next step would.
+        // A finite evaluation shows the same of its model as a finite loss of the next step would.
         let evaluated = observer
             .evaluation
             .as_ref()
@@ -649,7 +649,7 @@ impl RunObserver<'_> {
         self.stopped.is_none() && self.next == ReportAnswer::Continue
     }
 
-    /// Returns the result of the run, whose model has had so many updates.
+    /// Returns the result of the run. `steps` is the number of updates of the model.
     fn outcome(self, steps: u64) -> RunOutcome {
         let (evaluation, metrics) = self
             .evaluation

@@ -33,8 +33,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(saving)
     }
 
-    /// True if a save of the last step to this folder was begun, or the trainer was restored from
-    /// it after that step.
+    /// True if the arrays after the last step are in this folder: a save of them was begun, or they
+    /// were restored from it.
     fn is_saved(&self, to: &Checkpoints) -> bool {
         self.saved
             .as_ref()

@@ -69,7 +69,7 @@ pub(super) struct Taking {
 struct Publications {
     /// The id of the last one.
     last: Option<String>,
-    /// Number of those before it.
+    /// Number of publications before the last one.
     before: u64,
     /// The newest version of the last one that is whole on every process.
     version: Option<u64>,
@@ -208,7 +208,7 @@ impl Taking {
     }
 }
 
-/// An intake whose panics are the subscription's trouble.
+/// An intake. A panic in it becomes an error of the subscription.
 struct Guarded {
     intake: Box<dyn Intake>,
     shared: Arc<SubscriptionShared>,
@@ -254,7 +254,7 @@ struct Taker<'a> {
     /// The bits of the last whole version, if they are kept, and of the one that comes.
     bits: Bits,
     fresh: Bits,
-    /// The version whose bits all processes keep.
+    /// The version of which all processes keep the bits.
     base: Option<u64>,
     refused: RefusalCount,
     /// The version that was taken and has not ended.

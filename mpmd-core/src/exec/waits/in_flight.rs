@@ -119,8 +119,8 @@ pub(crate) struct AheadOf {
 }
 
 impl OpCounts {
-    /// Returns the count and the bytes of operations that have not ended or still have memory at
-    /// peers.
+    /// Returns the number and bytes of operations that have not ended, plus those of payloads that
+    /// peers keep.
     pub(crate) fn ahead(&self) -> AheadOf {
         AheadOf {
             ops: self.ops + self.left,

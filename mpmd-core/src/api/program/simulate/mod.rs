@@ -89,7 +89,7 @@ pub struct SimulationReport {
 }
 
 impl SimulationReport {
-    /// Returns the report of a job whose threads have all ended, so that nothing is about to be
+    /// Returns the report of a job. All its threads must have ended, so that nothing is about to be
     /// dropped.
     fn of(report: WorldReport, parts: SimulatedParts) -> Self {
         let WorldReport {
