@@ -76,7 +76,8 @@ impl LastWords {
     }
 }
 
-/// True if a program that fails prints such a line first.
+/// True if a line looks like the first line of a failing program's error: `Error: `, `error: ` or a
+/// panic.
 fn begins_error(line: &str) -> bool {
     let line = without_process(line);
     ["Error: ", "error: "]

@@ -326,10 +326,10 @@ impl Rendezvous {
         }
     }
 
-    /// Sets the function that is called while this process waits in
-    /// [`join_epoch`](Self::join_epoch) for others that are alive but still run code of their own
-    /// in the epoch before: once in each peer timeout of the server, on one of the processes that
-    /// wait. Its arguments are the epoch, the processes, and the time so far.
+    /// Sets the function to call while this process waits in [`join_epoch`](Self::join_epoch) for
+    /// others. They are alive, but still run code of their own in the epoch before. It is called
+    /// once in each peer timeout of the server, on one of the processes that wait. Its arguments
+    /// are the epoch, the processes, and the time so far.
     ///
     /// `tell` runs on the thread that also answers the server's pings, so it must not block.
     pub fn on_busy(&self, tell: impl Fn(u64, &[ProcessId], Duration) + Send + Sync + 'static) {

@@ -229,8 +229,8 @@ impl Trace {
         }
     }
 
-    /// Records a wait of the program's thread, from the trace time `since` until now. `what` says
-    /// for what. Does nothing if tracing is off.
+    /// Records a wait of the program's thread, from the trace time `since` until now. `what`
+    /// describes the awaited thing. Does nothing if tracing is off.
     pub(crate) fn waited(&self, since: u64, what: &str, at: &'static Location<'static>) {
         self.note_text(what, at, |text, line| TraceEventKind::Waited {
             since,

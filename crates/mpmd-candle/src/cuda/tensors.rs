@@ -1,4 +1,4 @@
-//! Tensors that kernels of ours fill and read.
+//! Tensors that this workspace's kernels fill and read.
 
 use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Layout, Shape, Storage, Tensor};

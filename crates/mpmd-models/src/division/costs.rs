@@ -85,8 +85,8 @@ pub(crate) struct TooLittle {
     pub(crate) needs: u64,
 }
 
-/// The costs of a model's layers on a device of a stage, and of the parts that the first and the
-/// last stage have beside them.
+/// The costs of a model's layers on a device of a stage, and of the other parts of the first and
+/// the last stage.
 #[derive(Clone, Debug)]
 pub(crate) struct Layers {
     /// The costs of the first layers together, for each number of layers.

@@ -100,9 +100,9 @@ impl<'a> Run<'a> {
     ///
     /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` of all runs in the file, and
     /// `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. Both have
-    /// `metrics` if the loss has some. A later epoch of the job begins with a line with `recovery`,
-    /// the number of the epoch, the `step` from which it goes on, and the fields of a
-    /// [`Recovery`](mpmd_core::Recovery).
+    /// `metrics` if the loss has some. A later epoch of the job begins with a line for its
+    /// recovery. It has `recovery`, the number of the epoch, the `step` from which it goes on, and
+    /// the fields of a [`Recovery`](mpmd_core::Recovery).
     pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
         self.metrics = Some(file.into());
         self

@@ -133,11 +133,10 @@ impl MpmdArray {
     /// Values that a process has of its own, such as its part of a batch, are for
     /// [`Program::array_from_fn`](crate::Program::array_from_fn).
     ///
-    /// Processes compare a hash of the values that an operation takes. It has all values of up to
-    /// 4 KiB. Of larger ones it has 64 blocks of 64 bytes. It has the whole at the calls 1, 2, 4, 8
-    /// and so on with about as many bytes of such values, and at few others. It has the whole at
-    /// every call in debug builds, and if
-    /// [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
+    /// Processes compare a hash of the values that an operation takes. It has all values of up to 4
+    /// KiB. Of larger ones it has 64 blocks of 64 bytes. It has them whole at the calls 1, 2, 4, 8
+    /// and so on with about as many bytes, and at few others. It has them whole at every call in
+    /// debug builds, and if [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
     /// `MPMD_CHECK=uncommitted` is set.
     pub fn from_host(values: HostArray) -> Self {
         Self {

@@ -334,8 +334,8 @@ impl Epochs {
         }
     }
 
-    /// Begins an epoch with the processes that have a place, and with as many spares as the job may
-    /// grow by.
+    /// Begins an epoch with the processes that have a place. Gives spares further places as far as
+    /// the program allows it.
     pub(super) fn begin(&mut self, actions: &mut JobActions) {
         self.seats.retain(Option::is_some);
         self.refuse_others(actions);

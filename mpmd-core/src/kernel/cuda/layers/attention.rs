@@ -127,8 +127,8 @@ impl CudaAttention<'_> {
     }
 
     /// Computes `out`, which has the shape of `q`. `normalizers`, `[batch, heads, queries, 2]` of
-    /// `f32`, becomes the largest score of each query and one over the sum of the exponentials, for
-    /// the backward pass.
+    /// `f32`, gets two numbers per query for the backward pass: the largest score, and one over the
+    /// sum of the exponentials.
     ///
     /// # Errors
     ///
