@@ -3,7 +3,7 @@
 //! Each thread of a device of mpmd has one device of candle, with a stream of its own. A pass
 //! enters it: candle's stream waits for the work of mpmd's compute stream. When the pass ends, that
 //! waits for candle's stream. The host waits for neither. Values pass between views and tensors by
-//! copies within the device, since candle frees its memory itself. A layer launches kernels of ours
+//! copies within the device, since candle frees its memory itself. A layer launches mpmd's kernels
 //! on candle's stream and memory.
 //!
 //! candle takes memory from the driver's pool of the device. Limits and plans count only the part
@@ -36,10 +36,10 @@ pub(crate) use bridge::on_cuda;
 pub(crate) use gradient::DeviceGradient;
 pub(crate) use tensors::tensor;
 
-/// Access to candle's device during a pass on a CUDA device. Its drop makes later work of our
+/// Access to candle's device during a pass on a CUDA device. Dropping it makes later work of mpmd's
 /// device run after the pass.
 pub(crate) struct OnCuda<'a> {
-    /// Issues to our device's compute stream.
+    /// Issues to the compute stream of mpmd's device.
     compute: Cuda<'a>,
     /// candle's stream.
     stream: ForeignStream,
@@ -100,7 +100,8 @@ impl<'a> OnCuda<'a> {
         Device::Cuda(self.device.clone())
     }
 
-    /// Runs `work` on our compute stream: after the work of candle's stream, before its later work.
+    /// Runs `work` on mpmd's compute stream: after the work of candle's stream, before its later
+    /// work.
     pub(crate) fn between<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         self.compute.after(&self.stream)?;
         let result = work()?;
@@ -108,7 +109,7 @@ impl<'a> OnCuda<'a> {
         Ok(result)
     }
 
-    /// Returns the interface for copies and kernels of ours on candle's stream.
+    /// Returns the interface for mpmd's copies and kernels on candle's stream.
     pub(crate) fn kernels(&self) -> Cuda<'_> {
         self.compute.on(&self.stream)
     }

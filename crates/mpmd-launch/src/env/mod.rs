@@ -124,7 +124,7 @@ impl JobEnv {
     /// # Errors
     ///
     /// If a launcher's variables are incomplete, or a value is invalid. The error names every
-    /// variable that was read, or the invalid one. If a name is a misspelt one of ours.
+    /// variable that was read, or the invalid one. If a name is a misspelt variable of mpmd.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
         unknown_variables::check()?;
         // A variable that is not Unicode counts as unset. But a process with an unreadable

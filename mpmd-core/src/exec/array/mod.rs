@@ -325,8 +325,8 @@ impl Made {
 }
 
 impl Origin {
-    /// Returns a word that differs for all arrays of a program, as long as there are fewer than
-    /// 2^40 operations.
+    /// Returns a word that is different for each array of a program, as long as there are fewer
+    /// than 2^40 operations.
     fn word(self) -> u64 {
         self.op ^ u64::from(self.leaf) << 40
     }
