@@ -555,7 +555,7 @@ impl Builder {
             .iter()
             .find(|size| size.processes as usize == processes);
         let all = topology.devices().len();
-        // A replacement may have the place of a lost process whatever the layout says.
+        // A replacement may have the place of a lost process under any layout.
         let devices = size.map_or(all, |size| size.devices as usize);
         let is_unchanged = processes == topology.processes() && devices == all;
         let counts = match is_unchanged {
