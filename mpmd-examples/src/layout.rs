@@ -61,8 +61,8 @@ impl Layouts {
         }
     }
 
-    /// Returns the number of blocks of the process with most of them, at least 1, times the devices
-    /// of a rank, over which the work of each block is divided.
+    /// Returns the largest number of blocks of a process, at least 1, times the devices of a rank.
+    /// The work of each block is divided over these devices.
     fn most_blocks(&self, schedule: &Schedule, processes: usize) -> usize {
         let stages = schedule.stages();
         let mut of_ranks = vec![0; schedule.ranks()];

@@ -171,8 +171,8 @@ impl Cx<'_> {
     /// Adds up `x` over the devices along mesh axis `axis`, as [`Cx::all_reduce`] does, in the
     /// order of a binary tree over the devices: the sums of both halves are added.
     ///
-    /// If the terms of a device are added in such an order too, the bits of the sum of all terms do
-    /// not depend on the number of devices: 1, 2, 4 and so on. Each device gets the terms of all.
+    /// Add the terms of a device in such an order too. Then the bits of the sum of all terms are
+    /// the same on 1, 2, 4 and so on devices. Each device gets the terms of all.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The dtypes of tensors and of arrays, and candle's errors as ours.
+//! Conversions between the dtypes of tensors and of arrays, and from candle's errors to mpmd's.
 
 use candle_core::{DType as CandleType, Tensor, WithDType};
 use half::{bf16, f16};

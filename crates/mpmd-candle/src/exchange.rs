@@ -59,7 +59,7 @@ pub(crate) enum CollectiveStep {
     Same,
     /// Adds up in the order of a binary tree over the devices.
     TreeSum,
-    /// The step whose gradient is such a sum.
+    /// Leaves the value as it is. Its gradient is a [`TreeSum`](Self::TreeSum).
     SameOfTree,
     Gather,
     Scatter,

@@ -45,7 +45,7 @@ pub(crate) fn add(
     ))
 }
 
-/// Processes that end with this value.
+/// Child processes. Dropping this kills them and waits for their ends.
 struct Children(Vec<Child>);
 
 impl Drop for Children {

@@ -90,8 +90,8 @@ pub(crate) struct RunArgs {
 
 impl RunArgs {
     /// Starts the job, and blocks until all its processes have ended. The exit code is that of the
-    /// process that failed first, 0 if none failed, 127 if the program does not exist, and 126 if
-    /// it cannot be executed.
+    /// process that failed first, 0 if none failed. It is 127 if the program does not exist, and
+    /// 126 if it cannot be executed.
     ///
     /// With `--add`, adds processes to a job instead: by default the one of the process that
     /// `of_only_job` returns.

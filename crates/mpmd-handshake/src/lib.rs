@@ -190,8 +190,8 @@ impl Handshake {
         std::mem::take(&mut self.reply)
     }
 
-    /// Returns the number of bytes to be read next: more may belong to what follows the handshake.
-    /// 0 if the handshake is over.
+    /// Returns the number of bytes to read next. Read no more: later bytes may not belong to the
+    /// handshake. 0 if the handshake is over.
     pub fn wants(&self) -> usize {
         self.awaited_bytes() - self.heard.len()
     }

@@ -14,7 +14,7 @@ pub struct Strangers {
     waiting: Mutex<VecDeque<WaitingStranger>>,
 }
 
-/// A connection whose other end has not proved that it knows the token.
+/// A connection with an end that has not proved yet that it knows the token.
 struct WaitingStranger {
     link: Link,
     task: AbortHandle,

@@ -22,7 +22,7 @@ pub(super) struct LastWords(Mutex<HeldErrors>);
 struct HeldErrors {
     since: Option<Instant>,
     errors: Vec<String>,
-    /// True if the job goes on without the process, whose errors are then held back no more.
+    /// True if the job goes on without the process. Its errors are then no longer held back.
     is_released: bool,
 }
 
@@ -76,7 +76,8 @@ impl LastWords {
     }
 }
 
-/// True if a program that fails prints such a line first.
+/// True if a line looks like the first line of a failing program's error: `Error: `, `error: ` or a
+/// panic.
 fn begins_error(line: &str) -> bool {
     let line = without_process(line);
     ["Error: ", "error: "]
@@ -103,7 +104,8 @@ pub(super) struct PrintedError {
 }
 
 impl PrintedError {
-    /// Returns the message: on one line with its causes, without what differs between processes.
+    /// Returns the message on one line with its causes, without the parts that differ between
+    /// processes.
     pub(super) fn message(&self) -> String {
         message(&self.text)
     }

@@ -10,9 +10,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::last_words::LastWords;
 
-/// Returns a text of another process or of a file without control characters, which could command
-/// a terminal, and without marks that change the order in which text is shown. Line ends and tabs
-/// stay. Others become `\\u001b` and the like, as in JSON: so a text of JSON keeps its values.
+/// Returns a text of another process or of a file in a form that is safe to print on a terminal.
+/// Escapes control characters but line ends and tabs, and the marks that set the direction of text.
+/// The escapes are those of JSON, such as `\\u001b`, so a text of JSON keeps its values.
 pub fn printable(text: &str) -> Cow<'_, str> {
     if !text.contains(commands_terminal) {
         return Cow::Borrowed(text);
@@ -24,8 +24,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(text.chars().map(escaped).collect())
 }
 
-/// True for the control characters but line ends and tabs, and for the marks of direction, with
-/// which a text can be shown in another order than it has.
+/// True for control characters but line ends and tabs, and for marks of direction. These can make a
+/// terminal show a text in another order.
 fn commands_terminal(c: char) -> bool {
     match c {
         '\n' | '\t' => false,

@@ -34,7 +34,7 @@ pub fn stop_name(signal: i32) -> &'static str {
 }
 
 /// True if this process ignores the signal with this number, as one that `nohup` has started
-/// ignores SIGHUP. Then a handler would change what the user asked for.
+/// ignores SIGHUP. Then a handler would go against the user's wish.
 pub fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -788,7 +788,7 @@ where
     }
 }
 
-/// A job whose processes have all ended.
+/// A job after the ends of all its processes.
 struct EndedJob {
     standing: JobStanding,
     recovers: bool,

@@ -19,7 +19,7 @@ pub struct DividedBuffer {
     given: Vec<Range<usize>>,
 }
 
-/// The buffer under its parts. It is not accessed while there are parts.
+/// The buffer that the parts share. Only the parts access its bytes while there are any.
 struct DividedWhole {
     buffer: OwnedBuffer,
     start: NonNull<u8>,

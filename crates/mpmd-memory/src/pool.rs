@@ -15,7 +15,7 @@ use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition, SharedB
 
 /// Blocks up to this size in bytes share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
-/// The same for memory of a device, whose driver gives whole blocks of 2 MiB.
+/// The same for device memory: its driver gives whole blocks of 2 MiB.
 const LARGEST_SHARED_ON_DEVICE: usize = 2 << 20;
 /// Size in bytes of the first shared segment. Later ones are larger, in proportion to the pool:
 /// each costs a mapping, and a descriptor in every process that it is lent to.

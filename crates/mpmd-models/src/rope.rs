@@ -252,8 +252,8 @@ impl RopeAngles {
         })
     }
 
-    /// Computes the angles of `positions` positions as for a sequence of that length, whatever the
-    /// length. So the angles of a sequence that grows stay the same.
+    /// Computes the angles of `positions` positions as for a sequence of that length. Shorter
+    /// sequences get the same angles, so those of a sequence that grows stay the same.
     ///
     /// # Errors
     ///

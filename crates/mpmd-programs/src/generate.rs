@@ -154,7 +154,8 @@ impl GenerateArgs {
         Ok(sampling)
     }
 
-    /// Divides a model, whose angles are for `positions` tokens, and whose caches for `room`.
+    /// Divides a model. Its rotary angles cover `positions` tokens, and its caches hold `room`
+    /// tokens.
     fn divided(
         &self,
         folder: &Folder,
@@ -333,7 +334,7 @@ enum PrintForm {
 }
 
 impl PrintForm {
-    /// Returns what is printed of a part of the text as it comes.
+    /// Returns the form of `part` to print while the text is being generated: empty for JSON.
     fn shown(self, part: &str) -> Cow<'_, str> {
         match self {
             Self::Json => Cow::Borrowed(""),
@@ -362,7 +363,7 @@ impl PrintedText {
         }
     }
 
-    /// Prints what a further token adds. Returns true if the text has one that ends it.
+    /// Prints the text that a further token adds. Returns true once the text has a stop text.
     fn next(&mut self, token: u32) -> Result<bool> {
         let more = self.text.push(token)?;
         print!("{}", self.form.shown(more));

@@ -349,7 +349,7 @@ impl<'a> JobServer<'a> {
         Ok(result?)
     }
 
-    /// Loads the weights, and says what computes.
+    /// Loads the weights, and prints the devices that compute.
     fn inference(&self, p: &mut Program) -> anyhow::Result<Inference> {
         let in_half = self.options.dtype.is_half();
         let mut inference = self

@@ -158,8 +158,8 @@ impl DividedStages {
     }
 }
 
-/// Starts the server's front, whose answers are requests of a queue. It says that it starts until
-/// the engine takes them.
+/// Starts the server's front, which puts requests in a queue. Until the engine takes them, it
+/// answers that the server is starting.
 fn listen(
     args: &TrainAndServe,
     folder: &Folder,

@@ -206,8 +206,8 @@ impl Rendezvous {
         self.link.state.lock().next_processes
     }
 
-    /// Returns the number of processes that can replace those that leave this epoch: that wait for
-    /// a place, or that the server's owner may start. Only process 0 hears of them.
+    /// Returns the number of possible replacements for processes that leave this epoch. They wait
+    /// for a place, or the server's owner may start them. Only process 0 hears of them.
     pub fn replacements(&self) -> usize {
         self.link.state.lock().replacements
     }
@@ -326,10 +326,10 @@ impl Rendezvous {
         }
     }
 
-    /// Sets the function that is called while this process waits in
-    /// [`join_epoch`](Self::join_epoch) for others that are alive but still run code of their own
-    /// in the epoch before: once in each peer timeout of the server, on one of the processes that
-    /// wait. Its arguments are the epoch, the processes, and the time so far.
+    /// Sets the function to call while this process waits in [`join_epoch`](Self::join_epoch) for
+    /// others. They are alive, but still run code of their own in the epoch before. It is called
+    /// once in each peer timeout of the server, on one of the processes that wait. Its arguments
+    /// are the epoch, the processes, and the time so far.
     ///
     /// `tell` runs on the thread that also answers the server's pings, so it must not block.
     pub fn on_busy(&self, tell: impl Fn(u64, &[ProcessId], Duration) + Send + Sync + 'static) {
@@ -379,7 +379,7 @@ impl Rendezvous {
         self.link.state.lock().succession.clone()
     }
 
-    /// Returns what this process knows of the end of its contact with the server, for its
+    /// Describes the end of this process's contact with the server, for its
     /// [`ServiceSeeker`](super::ServiceSeeker). Call it after the loss of the connection, or after
     /// [`leave_epoch`](Self::leave_epoch). Waits for about a second at most.
     pub fn parting(&self) -> ServiceParting {

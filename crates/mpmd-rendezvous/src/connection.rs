@@ -361,8 +361,8 @@ impl ServerConnection {
         }
     }
 
-    /// Returns what this process knows of the end of its contact with the server. Right after the
-    /// loss of the connection this waits for about a second at most.
+    /// Describes the end of this process's contact with the server. Right after the loss of the
+    /// connection this waits for about a second at most.
     pub(super) fn parting(&self) -> ServiceParting {
         let until = after(now(), PARTING_WITHIN);
         let mut state = self.state.lock();

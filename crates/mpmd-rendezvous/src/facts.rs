@@ -13,8 +13,8 @@ pub(super) const MAX_FACT_BYTES: usize = 128 << 10;
 /// Limit on the differences that an error shows.
 const SHOWN: usize = 6;
 
-/// A named value that must be equal on all processes of a job, such as an option of the program or
-/// the content of a file.
+/// A named value that must be equal on all processes of a job, such as a program option or the
+/// content of a file.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Fact {
     /// The name, for messages: unique in its process.

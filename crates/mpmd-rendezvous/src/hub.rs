@@ -34,7 +34,7 @@ impl LocalLine {
     }
 }
 
-/// A job, and the ways of its replies to the clients.
+/// The state of a job, and the channels for its replies to the clients.
 pub(super) struct LocalHub {
     state: Mutex<HubState>,
     /// Notified when the job has changed, so that another time may be due.

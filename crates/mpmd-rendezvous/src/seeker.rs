@@ -50,7 +50,7 @@ impl ServiceSeeker {
     }
 
     /// Notes the processes that can go on with the service. A list from an epoch in which this
-    /// process had a place has priority over one that it has heard while it waited for a place.
+    /// process had a place has priority over one that it got while waiting for a place.
     pub fn hear(&mut self, succession: Option<Succession>) {
         match (&mut self.succession, succession) {
             (Some(known), Some(told)) => known.hear(told),
@@ -81,8 +81,8 @@ impl ServiceSeeker {
     }
 
     /// Listens at an address of the interface `at`, unless it does so already, so that this process
-    /// can go on with the service. Returns what the others must know. `None` if it runs the service
-    /// itself.
+    /// can go on with the service. Returns the address and mark that the others need. `None` if
+    /// this process runs the service.
     ///
     /// # Errors
     ///

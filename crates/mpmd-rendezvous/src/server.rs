@@ -79,10 +79,11 @@ impl RendezvousServer {
         Self::start(address, config, job, || bind(address))
     }
 
-    /// Goes on with the service of a job whose process is gone, where `deputy` listens. All
-    /// processes of the epoch of `succession` join the next one here, except for those that are
-    /// gone. The one that ran the service comes too if `host_lives`. `config` is that of the job's
-    /// start. Probes for two seconds at most which are gone.
+    /// Goes on with the service of a job, where `deputy` listens, after the loss of the process
+    /// that ran it. All processes of the epoch of `succession` join the next one here, except for
+    /// those that are gone. The process that ran the service comes too if `host_lives`. `config` is
+    /// that of the job's start. Blocks for two seconds at most, to find out which processes are
+    /// gone.
     pub(super) fn resume(
         deputy: Deputy,
         succession: &Succession,

@@ -26,8 +26,8 @@ const IDLE: Duration = Duration::from_secs(1);
 const TIMES: Duration = Duration::from_secs(1);
 /// Time between two questions whether all processes have read new weights.
 const POLL: Duration = Duration::from_millis(50);
-/// A larger pass is worth its time if a token costs at most this share of what it costs in the next
-/// smaller one.
+/// A larger pass is worth its time if its cost per token is at most this share of the next smaller
+/// pass's.
 const WORTH: f64 = 0.9;
 
 /// The next step of all processes.
@@ -293,8 +293,8 @@ impl Engine {
         decision
     }
 
-    /// Waits for news, since there is nothing to compute. Returns false if there are none for the
-    /// engine.
+    /// Blocks until there are news or a time limit is over, since there is nothing to compute.
+    /// Returns false if there are no news for the engine.
     fn wait(&mut self, versions: &WeightVersions) -> bool {
         self.report();
         if let Some(mode) = self.pause {
@@ -427,7 +427,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Begins an epoch, whose stages know nothing.
+    /// Begins an epoch. Its stages know no sequence.
     pub(crate) fn restart(&mut self, epoch: u64, versions: &WeightVersions) {
         self.arrivals.set_versions(versions.clone());
         self.weights.has_room = versions.has_room();

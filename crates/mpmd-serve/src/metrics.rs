@@ -52,15 +52,15 @@ pub struct EngineFigures {
     pub stages: Vec<StageFigures>,
 }
 
-/// Figures of a stage: sums.
+/// Sums over the passes of a stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StageFigures {
-    /// Time for which it has computed.
+    /// Time in which the stage has computed.
     pub busy: Duration,
-    /// Number of bytes that it has handed to the next stage.
+    /// Number of bytes that the stage has handed to the next one.
     pub handed_bytes: u64,
-    /// Time from the ends of passes to their starts on the next stage: of these bytes' transfer,
-    /// and of waiting where that stage is busy.
+    /// Time from the ends of passes to their starts on the next stage. It has the transfer of these
+    /// bytes, and the wait until that stage is free.
     pub handed: Duration,
 }
 

@@ -57,9 +57,9 @@ pub struct ReplyToken {
 /// temperature and the cuts.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Logprobs {
-    /// That of the chosen token.
+    /// The logarithm of the chosen token's probability.
     pub chosen: f32,
-    /// The most probable tokens and theirs, the most probable first.
+    /// (token, logarithm of its probability) of the most probable tokens, the most probable first.
     pub top: Vec<(u32, f32)>,
 }
 

@@ -18,9 +18,9 @@ pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
     /// Returns the flag of this process's signals. The first call installs handlers for the whole
-    /// process: from then on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 sets the flag, and a second Ctrl-C
-    /// or SIGTERM ends the process at once, if it comes at least two seconds after the first.
-    /// Schedulers send SIGUSR1 before the end of a job's time. SIGHUP stays ignored under `nohup`.
+    /// process: from then on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 sets the flag. A second Ctrl-C or
+    /// SIGTERM, at least two seconds after the first, ends the process at once. Schedulers send
+    /// SIGUSR1 before the end of a job's time. SIGHUP stays ignored under `nohup`.
     ///
     /// All calls return the same flag. So a signal in an epoch of a job that
     /// [recovers](mpmd_core::RecoveringBuilder) stops the training in the next one too.

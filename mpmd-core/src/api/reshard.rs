@@ -185,9 +185,8 @@ impl Program {
         self.reshard_at(x, Some(from.into()), to.into(), options, at, call)
     }
 
-    /// Moves every array of a tree to a sharding by way of an intermediate sharding, as
-    /// [`Program::reshard_with_intermediate_sharding`] does, with the last move by a function of
-    /// the caller.
+    /// Moves every array of a tree to a sharding as [`Program::reshard_with_intermediate_sharding`]
+    /// does. The caller's function `with` makes the last move, from the intermediate sharding.
     ///
     /// `with` is called as in [`Program::reshard_with`]. Of a leaf with an intermediate it gets the
     /// first replica, an array of the leaf's shape on some of its devices; any other leaf it gets

@@ -37,9 +37,9 @@ impl LargeArrays {
         self.arrays.insert(key, array.downgrade());
     }
 
-    /// Returns up to `count` arrays with the most bytes that `pool` counts, on any device of this
-    /// process, or that are still to be made on these devices: (those bytes, array). Of arrays that
-    /// share memory, only the oldest has its bytes.
+    /// Returns up to `count` (bytes, array), the largest first by the bytes that `pool` counts.
+    /// Shards that are not made yet count if they are on one of `devices`. If arrays share memory,
+    /// the bytes count for the oldest only.
     fn largest(
         &self,
         count: usize,

@@ -10,7 +10,8 @@
 //! 3. *Wait.* The resolver of a shard's `waits/async_buffer` fills it, and the operation ends. The
 //!    program reads its `array` as a host array. Its thread waits in `waits/parker`.
 //!
-//! `job` starts the process's part and ends it. `recovery_store` has what outlives an epoch.
+//! `job` starts the process's part and ends it. `recovery_store` has the state that outlives an
+//! epoch.
 
 pub(crate) mod array;
 pub(crate) mod dry_run;

@@ -8,7 +8,8 @@
 
 use std::collections::VecDeque;
 
-/// The number of commits whose times are compared with as many later ones.
+/// The number of commits in a window: the times of one window are compared with those of a later
+/// one.
 const WINDOW: usize = 12;
 
 /// The number of commits at the start of an epoch that are not counted.

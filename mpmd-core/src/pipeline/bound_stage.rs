@@ -549,7 +549,7 @@ impl BoundStage {
         self.prepared.set_stale(stale);
     }
 
-    /// Makes or updates the working form of the parameters, which must be gathered.
+    /// Makes or updates the working form of the parameters. They must be gathered before.
     pub(super) fn prepare(&mut self, program: &mut Program) -> Result<()> {
         let leaves = self.for_kernels().cloned().collect();
         let params = ErasedTree {

@@ -305,7 +305,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             .unwrap_or(DeviceKind::Cpu)
     }
 
-    /// Returns a line that says what computes the stages, for people: their devices, or the host.
+    /// Returns a line for people that names the devices, or the host, on which the stages compute.
     pub fn describe_devices(&self, program: &Program) -> String {
         let stages = self.graph.stages.len();
         let is_on_cuda = |stage: &usize| {

@@ -50,8 +50,8 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
     }
 }
 
-/// Calls [`Stage::infer`](super::Stage::infer) of each stage with its shapes for one microbatch,
-/// and before that `before` with the stage's index and the shapes of its input and side inputs.
+/// Calls [`Stage::infer`](super::Stage::infer) of each stage with its shapes for one microbatch.
+/// Before each, calls `before` with the stage's index and the shapes of its input and side inputs.
 pub(super) fn infer_all<In: Tree<Leaf = MpmdArray>>(
     graph: &StageGraph,
     microbatch: &MicrobatchShapes<In>,

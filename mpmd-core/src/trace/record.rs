@@ -111,7 +111,7 @@ struct KnownText {
     what: Arc<dyn fmt::Display + Send + Sync>,
 }
 
-/// A text that is not written yet.
+/// A text that is not in the trace's file yet.
 struct NewText {
     number: u32,
     text: String,
@@ -229,8 +229,8 @@ impl Trace {
         }
     }
 
-    /// Records that the program's thread has waited since the trace time `since` until now, for
-    /// what the text says. Does nothing if tracing is off.
+    /// Records a wait of the program's thread, from the trace time `since` until now. `what`
+    /// describes the awaited thing. Does nothing if tracing is off.
     pub(crate) fn waited(&self, since: u64, what: &str, at: &'static Location<'static>) {
         self.note_text(what, at, |text, line| TraceEventKind::Waited {
             since,
@@ -374,8 +374,8 @@ impl TraceRecorder {
         since(self.origin).as_nanos() as u64
     }
 
-    /// Adds an event of the trace that began at `began`, unless this has ended. In the file, times
-    /// count from there: what began earlier begins with the trace.
+    /// Adds an event of the trace that began at `began`, unless the trace has ended. In the file,
+    /// times count from `began`. An event that began earlier begins with the trace.
     fn push(&self, began: u64, at: u64, mut what: TraceEventKind) {
         if let TraceEventKind::Started { since, .. }
         | TraceEventKind::Waited { since, .. }

@@ -98,7 +98,7 @@ impl ShmState {
     }
 
     /// Logs that this process and `others` do not lend each other device memory, for the reason
-    /// `why`. A user who has turned that off needs no warning.
+    /// `why`. Warns unless the user has turned lending off.
     fn report_apart(&self, why: &str, others: &[u32], is_turned_off: bool) {
         let said = format!(
             "process {} and {others:?} do not lend each other memory of their devices: {why}; \

@@ -305,7 +305,8 @@ impl ShmMeeting<'_> {
         }
     }
 
-    /// Reads what all callers and all called processes have sent.
+    /// Reads the bytes that all callers and all called processes have sent, and continues their
+    /// handshakes.
     fn hear_all(&self, state: &mut MeetingState) {
         for end in std::mem::take(&mut state.strangers) {
             match self.hear_caller(end, &state.peers) {

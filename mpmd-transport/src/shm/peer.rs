@@ -265,7 +265,8 @@ impl ShmPeer {
         self.is_waiting.store(false, Ordering::Release);
     }
 
-    /// Gives the peer a segment, unless it has it. Returns false if the socket has no room now.
+    /// Sends the peer the descriptor of a segment, unless `given` has it already. Returns false if
+    /// the socket has no room now.
     fn give(&self, given: &mut HashSet<u32>, segment: &NumberedSegment) -> bool {
         let NumberedSegment { number, segment } = segment;
         if given.contains(number) {

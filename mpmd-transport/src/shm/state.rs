@@ -379,8 +379,8 @@ impl ShmState {
         }
     }
 
-    /// Ends the connection of a peer that has closed it or has exited, or whose ring of returns has
-    /// a fault. `is_closed` is true if the connection is closed.
+    /// Ends the connection of a peer if the peer has closed it, has exited, or has a fault in its
+    /// ring of returns. `is_closed` is true if the connection is closed.
     fn watch_peer(
         &self,
         from: ProcessId,

@@ -310,7 +310,7 @@ struct UnreadablePayload {
 }
 
 impl UnreadablePayload {
-    /// Returns a payload of a message from `from` whose read fails with `why`.
+    /// Returns a payload for a message from `from`. Reading it fails with `why`.
     fn failing(from: ProcessId, header: &Header, why: String) -> Payload {
         let doing = format!("taking memory of a device of process {from}");
         let why = TransportError::Environment { doing, why };

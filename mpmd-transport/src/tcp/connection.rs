@@ -48,11 +48,12 @@ struct SendState {
     end: SendingEnd,
 }
 
-/// How far the end of a connection's sending half has come.
+/// The state of a connection's sending half.
 enum SendingEnd {
-    /// Takes messages.
+    /// Messages can be queued.
     Open,
-    /// Takes no more messages; those queued are sent, then the socket's write side is closed.
+    /// No more messages can be queued. Those queued are sent, then the socket's write side is
+    /// closed.
     Last(TransportError),
     /// Nothing more is sent.
     Now(TransportError),

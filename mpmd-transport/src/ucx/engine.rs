@@ -22,7 +22,7 @@ use super::{Spin, UcxConfig, settings, sys};
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
 
-/// How the engine polls before it sleeps.
+/// The limits of the engine's polling before it sleeps.
 const PACE: SpinPace = SpinPace {
     first: Duration::from_micros(50),
     longest: Duration::from_micros(50),
@@ -37,7 +37,7 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// Limit of a sleep while a deadline is pending.
 const SHORT_SLEEP: Duration = Duration::from_millis(5);
 
-/// An engine whose thread runs.
+/// An engine with its thread running.
 pub(super) struct StartedEngine {
     /// The address for peers.
     pub(super) address: String,

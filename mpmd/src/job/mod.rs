@@ -236,10 +236,10 @@ pub struct Rejected(pub String);
 /// The devices of a job, and their places.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum DevicePlacement {
-    /// So many devices, of which all processes have equally many.
+    /// This number of devices, spread evenly over all processes.
     Even(usize),
-    /// Groups of so many devices each. All processes have equally many groups, or else equally many
-    /// devices.
+    /// One group for each number, with that number of devices. All processes have equally many
+    /// groups, or else equally many devices.
     Groups(Vec<usize>),
 }
 
@@ -498,11 +498,12 @@ impl JobArgs {
             .unwrap_or_else(|| (1..=most).rev().find(fits).unwrap_or(most))
     }
 
-    /// Checks that a job which recovers has several processes, where these arguments decide that.
+    /// Checks that a job that recovers has several processes. Checks nothing in a process that was
+    /// started as part of a job.
     ///
     /// # Errors
     ///
-    /// If it has one, or threads.
+    /// If the job has one process, or runs in threads of one.
     pub fn check_recovering(&self, processes: usize, devices: usize) -> anyhow::Result<()> {
         if JobEnv::from_env()?.is_some() {
             return Ok(());

@@ -167,7 +167,7 @@ fn ipc_memory(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
         first.address(),
         second.address().wrapping_sub(first.address()),
     );
-    // Memory is not freed while it is open: what happens then is not defined.
+    // Memory is not freed while it is open: CUDA does not define the outcome.
     peer.ask(&Request::CloseAll)?;
     let start = Instant::now();
     drop(first);

@@ -1,4 +1,5 @@
-//! The other process of a probe: opens what the first one shows, and answers by lines of JSON.
+//! The other process of a probe: opens the memory that the first one shows, and answers by lines of
+//! JSON.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};

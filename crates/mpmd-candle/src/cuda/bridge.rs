@@ -112,7 +112,7 @@ impl OnCuda<'_> {
         unsafe { self.device.alloc_uninit(shape, dtype) }
     }
 
-    /// Returns a contiguous tensor's elements for kernels of ours.
+    /// Returns a contiguous tensor's elements for mpmd's kernels.
     pub(crate) fn part(
         &self,
         storage: &CudaStorage,

@@ -1,9 +1,9 @@
 //! candle's allocations on a device that is out of memory.
 //!
 //! candle calls the driver's `cuMemAllocAsync` by name, and programs link its calls to the function
-//! of this name here. It calls the driver. If that has no memory, both allocators give back what no
-//! one uses, and it tries once more: so a pass of candle need not fail, or be repeated, because
-//! arrays of ours were freed and their memory kept.
+//! of this name here. It calls the driver. If that has no memory, both allocators give back their
+//! unused memory, and it tries once more: so a pass of candle need not fail, or be repeated,
+//! because mpmd has freed arrays and kept their memory.
 
 use std::cell::RefCell;
 use std::ffi::c_void;

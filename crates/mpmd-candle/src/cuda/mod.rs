@@ -1,14 +1,14 @@
 //! candle on CUDA devices, with the feature `cuda`.
 //!
-//! Each thread of a device of ours has one device of candle, with a stream of its own. A pass
-//! enters it: candle's stream waits for the work of our compute stream, and that waits for candle's
-//! stream when the pass ends. The host waits for neither. Values pass between views and tensors by
-//! copies within the device, since candle frees its memory itself. A layer launches kernels of ours
+//! Each thread of a device of mpmd has one device of candle, with a stream of its own. A pass
+//! enters it: candle's stream waits for the work of mpmd's compute stream. When the pass ends, that
+//! waits for candle's stream. The host waits for neither. Values pass between views and tensors by
+//! copies within the device, since candle frees its memory itself. A layer launches mpmd's kernels
 //! on candle's stream and memory.
 //!
-//! candle takes memory from the driver's pool of the device. Limits and plans count of it what a
-//! stage declares: graphs and prepared parameters, but no intermediate values of a pass. On a
-//! device that is out of memory, candle's allocations make room first (`memory.rs`).
+//! candle takes memory from the driver's pool of the device. Limits and plans count only the part
+//! of it that a stage declares: graphs and prepared parameters, but no intermediate values of a
+//! pass. On a device that is out of memory, candle's allocations make room first (`memory.rs`).
 
 #![allow(unsafe_code)]
 
@@ -36,15 +36,15 @@ pub(crate) use bridge::on_cuda;
 pub(crate) use gradient::DeviceGradient;
 pub(crate) use tensors::tensor;
 
-/// Access to candle's device during a pass on a CUDA device. Its drop makes later work of our
+/// Access to candle's device during a pass on a CUDA device. Dropping it makes later work of mpmd's
 /// device run after the pass.
 pub(crate) struct OnCuda<'a> {
-    /// Issues to our device's compute stream.
+    /// Issues to the compute stream of mpmd's device.
     compute: Cuda<'a>,
     /// candle's stream.
     stream: ForeignStream,
     device: CudaDevice,
-    /// Lets candle keep what it uploads, such as shapes.
+    /// While present, candle keeps its uploads, such as shapes.
     uploads: Option<Box<dyn Any>>,
     /// Lets candle's allocations make room.
     _room: RoomGuard,
@@ -89,7 +89,8 @@ impl<'a> OnCuda<'a> {
 
     /// Lets candle keep its uploads of this pass for all later passes: the shapes of its
     /// operations, and values of up to 4 KiB that a model has on the host. So a repeated pass
-    /// uploads nothing. Not for passes whose values differ each time: all would be kept.
+    /// uploads nothing. Not for passes that upload other values each time: candle would keep all of
+    /// them.
     pub(crate) fn keep_uploads(&mut self) {
         self.uploads = Some(Box::new(self.device.enable_cuda_graph_htod_cache()));
     }
@@ -99,7 +100,8 @@ impl<'a> OnCuda<'a> {
         Device::Cuda(self.device.clone())
     }
 
-    /// Runs `work` on our compute stream: after the work of candle's stream, before its later work.
+    /// Runs `work` on mpmd's compute stream: after the work of candle's stream, before its later
+    /// work.
     pub(crate) fn between<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         self.compute.after(&self.stream)?;
         let result = work()?;
@@ -107,7 +109,7 @@ impl<'a> OnCuda<'a> {
         Ok(result)
     }
 
-    /// Returns the interface for copies and kernels of ours on candle's stream.
+    /// Returns the interface for mpmd's copies and kernels on candle's stream.
     pub(crate) fn kernels(&self) -> Cuda<'_> {
         self.compute.on(&self.stream)
     }

@@ -1,4 +1,4 @@
-//! Tensors that kernels of ours fill and read.
+//! Tensors that mpmd's kernels fill and read.
 
 use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Layout, Shape, Storage, Tensor};
@@ -34,7 +34,7 @@ impl OnCuda<'_> {
         ))
     }
 
-    /// Returns the elements of a contiguous tensor that a kernel of ours overwrites.
+    /// Returns the elements of a contiguous tensor that a kernel of mpmd overwrites.
     pub(crate) fn writable(&self, tensor: &Tensor) -> Result<CudaPart<'static>> {
         let (storage, layout) = tensor.storage_and_layout();
         self.part(on_cuda(&storage).map_err(refused)?, layout, true)

@@ -147,7 +147,7 @@ struct DeviceAttention {
 }
 
 impl DeviceAttention {
-    /// Calls `f` with the attention for kernels of ours.
+    /// Calls `f` with the attention for mpmd's kernels.
     fn with<R>(
         &self,
         on: &OnCuda<'_>,

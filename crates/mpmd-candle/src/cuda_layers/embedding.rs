@@ -42,7 +42,7 @@ struct CudaRowLookup {
     /// The index of each row of the result.
     indices: Tensor,
     sizes: layers::CudaEmbedding,
-    /// True if kernels of ours compute it.
+    /// True if mpmd's kernels compute it.
     is_fit: bool,
     shape: Vec<usize>,
 }

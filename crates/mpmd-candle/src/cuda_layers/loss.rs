@@ -49,7 +49,7 @@ struct CudaLossSum {
     /// The class of each row.
     targets: Tensor,
     weights: Option<Tensor>,
-    /// Two numbers for each row, for the backward pass.
+    /// Two numbers for each row of logits, which the forward pass keeps for the backward pass.
     kept: OnceLock<Tensor>,
 }
 

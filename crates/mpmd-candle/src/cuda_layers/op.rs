@@ -1,4 +1,4 @@
-//! Operations of candle on CUDA devices, whose kernels are ours.
+//! Operations of candle on CUDA devices with mpmd's kernels.
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor,
@@ -34,7 +34,7 @@ pub(super) struct LayerArgument<'a> {
 }
 
 impl LayerArgument<'_> {
-    /// Returns the elements, for kernels of ours.
+    /// Returns the elements, for mpmd's kernels.
     pub(super) fn part(&self, on: &OnCuda<'_>) -> mpmd_core::Result<CudaPart<'static>> {
         on.part(self.storage, self.layout, false)
     }
@@ -152,8 +152,8 @@ impl<T: CudaLayer<3>> CustomOp3 for LayerOp<T> {
     }
 }
 
-/// Returns true if kernels of ours take these tensors: the thread is in a pass on a CUDA device,
-/// and all are there, and of one type that the kernels have.
+/// Returns true if mpmd's kernels take these tensors: the thread is in a pass on a CUDA device, and
+/// all are there, and of one type that the kernels have.
 pub(super) fn fit(tensors: &[&Tensor]) -> bool {
     let dtype = tensors.first().map(|tensor| tensor.dtype());
     matches!(dtype, Some(DType::F32 | DType::BF16))

@@ -102,7 +102,7 @@ pub fn cross_entropy_sum(
     ))
 }
 
-/// Computes what [`cross_entropy_sum`] does on a CUDA device. `None` if the tensors are on none.
+/// Computes [`cross_entropy_sum`] on a CUDA device. `None` if the tensors are on none.
 fn on_cuda(
     logits: &Tensor,
     targets: &Tensor,
@@ -174,7 +174,7 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
     let mut logits = single(logits)?.reshape((rows, classes))?;
 
     if has_empty {
-        // A row of weight 0 may have infinite logits, whose products with 0 are NaN.
+        // A row of weight 0 may have infinite logits: their products with 0 are NaN.
         let counts = weights.ne(0f32)?.broadcast_as((rows, classes))?;
         logits = counts.where_cond(&logits, &logits.zeros_like()?)?;
     }

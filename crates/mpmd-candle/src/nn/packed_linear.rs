@@ -1,4 +1,4 @@
-//! A linear layer for inference, whose weight is packed once.
+//! A linear layer for inference. Its weight is packed once.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use crate::cx::Cx;
 /// Number of elements that are read at once.
 const BLOCK: usize = 1 << 20;
 
-/// A linear layer without gradients: `y = x wᵀ + b`. A row of the result has the same bits whatever
-/// the number of rows. Clones share the weight.
+/// A linear layer without gradients: `y = x wᵀ + b`. A row of the result has the same bits with any
+/// number of rows. Clones share the weight.
 #[derive(Clone, Debug)]
 pub struct PackedLinear {
     weight: Arc<PackedWeight>,

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::values::values;
 use crate::cuda_layers;
 
-/// Number of tokens whose queries are computed by one thread.
+/// Number of tokens for which one thread computes the queries.
 const ROWS: usize = 16;
 
 /// The keys and values of a layer, in blocks of [`BLOCK`] tokens. Sequences have their own blocks,
@@ -62,8 +62,8 @@ impl PagedCache {
     /// Adds the keys and values of a pass, and computes the causal attention of its queries. `q` is
     /// `[tokens, heads, dim]`, and `k` and `v` `[tokens, heads of keys, dim]`: the tokens of the
     /// first sequence, then those of the next. Each head of keys serves as many consecutive heads.
-    /// Returns `[tokens, heads, dim]`. A token's result has the same bits whatever else is in the
-    /// pass, and however its sequence was divided over passes. There is no gradient.
+    /// Returns `[tokens, heads, dim]`. A token's result does not depend, to the bit, on the rest of
+    /// the pass or on the division of its sequence over passes. There is no gradient.
     ///
     /// # Errors
     ///

@@ -131,7 +131,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let x = X::from_values(x);
         let y = pass::enter(pass, || (self.forward)(model, x, &mut cx));
         let y = y.map_err(|why| self.failed(why))?.into_values();
-        // A loss is f32, whatever the model computes in.
+        // A loss is f32, also if the model computes in another dtype.
         let leaves = y.structure();
         let is_half = self.working(ArrayType::F32) != ArrayType::F32;
         let wide = |TensorLeaf(leaf)| match (leaf.rank(), leaf.dtype()) {

@@ -42,8 +42,8 @@ pub(super) struct ProbeFacts {
     out: TreeForm,
     /// The bytes of a microbatch's graph on a device.
     pub(super) graph_bytes: u64,
-    /// The parameters whose gradients are computed with those of the inputs although the stage
-    /// splits them: their layers cannot defer.
+    /// The parameters of layers that cannot defer. Their gradients are computed with those of the
+    /// inputs although the stage splits its backward pass.
     at_once: Vec<String>,
     /// The bytes of these gradients on a device.
     pub(super) at_once_bytes: u64,

@@ -34,7 +34,8 @@ macro_rules! widest {
     };
 }
 
-/// Returns a number whose order is that of [`f32::total_cmp`].
+/// Returns an integer for a logit. The integers are ordered as [`f32::total_cmp`] orders the
+/// logits.
 #[inline(always)]
 pub fn key(logit: f32) -> i32 {
     flipped(logit.to_bits().cast_signed())
@@ -46,7 +47,7 @@ pub fn logit(key: i32) -> f32 {
     f32::from_bits(flipped(key).cast_unsigned())
 }
 
-/// Flips all bits but the sign if that is set. Flipped twice, a number is the same.
+/// Flips all bits but the sign of a negative number. Flipping twice gives the number back.
 #[inline(always)]
 fn flipped(bits: i32) -> i32 {
     bits ^ ((bits >> 31).cast_unsigned() >> 1).cast_signed()

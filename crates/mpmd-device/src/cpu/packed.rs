@@ -1,9 +1,9 @@
 //! Products with a weight that is packed once, for inference.
 //!
 //! Each element of a product is a sum over the columns of the weight in one order: sums of 256
-//! columns, added up. So a row of the result has the same bits whatever the number of rows, which
-//! [`multiply`](super::matmul::multiply) does not promise. With fused multiply-add instructions the
-//! bits differ from those without.
+//! columns, added up. So a row of the result has the same bits with any number of rows.
+//! [`multiply`](super::matmul::multiply) does not promise that. With fused multiply-add
+//! instructions the bits differ from those without.
 //!
 //! The weight is cut into panels of [`PANEL`] rows. A panel has the rows' elements of one column
 //! next to each other, so a processor multiplies them together.

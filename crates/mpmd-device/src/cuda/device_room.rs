@@ -74,7 +74,7 @@ impl DeviceRoom {
     }
 }
 
-/// Says what both allocators hold.
+/// Displays the bytes of both allocators.
 impl fmt::Display for DeviceRoom {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stats = self.pool.stats();

@@ -356,7 +356,7 @@ impl DirectMemory {
     }
 
     /// Returns (address, bytes) of the range in which the driver holds this memory: it may be
-    /// larger than what was asked for.
+    /// larger than the requested memory.
     ///
     /// # Errors
     ///

@@ -23,12 +23,12 @@ pub(super) type Words = [u8; HANDLE + UUID + ORIGIN];
 pub(super) struct IpcOrigin {
     /// A random number of the owner's context.
     context: u64,
-    /// The address there.
+    /// The address of the memory in that context.
     address: u64,
 }
 
-/// Memory of a device that was shown to other processes, by its CUDA handle. Used when such a
-/// handle comes back.
+/// Memory of this context that other processes can open, by its CUDA handle. Looked up when another
+/// process sends such a handle back.
 pub(super) struct ShownMemory {
     pub(super) memory: Mutex<HashMap<[u8; HANDLE], ShownRange>>,
     /// The number of this context in the origins of its memory.
@@ -173,7 +173,7 @@ pub(super) struct Description<'a> {
     pub(super) origin: IpcOrigin,
 }
 
-/// Reads a description.
+/// Decodes a description of memory that another process has sent.
 pub(super) fn parts(words: &[u8]) -> Result<Description<'_>, CudaError> {
     let read = || {
         let (handle, rest) = words.split_first_chunk::<HANDLE>()?;

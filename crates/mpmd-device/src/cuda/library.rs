@@ -193,7 +193,7 @@ impl CudaLibrary {
     }
 
     /// Loads the helpers of the library in a folder and never unloads them. Ignores errors: the
-    /// library itself will report what it lacks.
+    /// library itself will report missing helpers.
     fn open_helpers(&self, folder: &Path) {
         let Some(helper) = self.helper else { return };
         let helpers = entries(folder).into_iter().filter(|file| {
@@ -245,8 +245,8 @@ fn packages(variable: Variable<'_>) -> Vec<PathBuf> {
     let path = variable("PATH").unwrap_or_default();
     let python = std::env::split_paths(&path).map(|folder| folder.join("python3"));
     if let Some(python) = python.into_iter().find(|python| python.is_file()) {
-        // In a virtual environment this is a link to another installation, whose packages the
-        // environment may have as well.
+        // In a virtual environment this is a link to another installation. The environment may have
+        // that one's packages too.
         let programs = [Some(python.clone()), fs::canonicalize(&python).ok()];
         let folders = programs.into_iter().flatten();
         environments

@@ -124,7 +124,7 @@ impl JobEnv {
     /// # Errors
     ///
     /// If a launcher's variables are incomplete, or a value is invalid. The error names every
-    /// variable that was read, or the invalid one. If a name is a misspelt one of ours.
+    /// variable that was read, or the invalid one. If a name is a misspelt variable of mpmd.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
         unknown_variables::check()?;
         // A variable that is not Unicode counts as unset. But a process with an unreadable
@@ -220,9 +220,8 @@ impl JobEnv {
     }
 
     /// Returns the variables, (name, value), for a process that is added to the job of process
-    /// `pid`, with a number beyond all others of the job: those of this framework that `pid` was
-    /// started with, and others for the process's own numbers. `index` tells the processes that the
-    /// caller adds apart.
+    /// `pid`. They are the framework's variables of `pid`, with a rank beyond all others of the
+    /// job. `index` is different for each process that the caller adds.
     ///
     /// # Errors
     ///

@@ -18,7 +18,7 @@ const MOST: usize = 4096;
 /// Permissions of the group and of others.
 const OF_OTHERS: u32 = 0o077;
 
-/// Returns the users whose files this process trusts: its own, and root.
+/// Returns the ids of the users that this process trusts to own files: its own user and root.
 pub(super) fn owners() -> [u32; 2] {
     [geteuid().as_raw(), 0]
 }

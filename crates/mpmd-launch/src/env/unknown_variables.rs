@@ -97,7 +97,8 @@ fn unknown_variables(
     unknown
 }
 
-/// Returns the unknown variables of this process's environment. What is not Unicode is replaced.
+/// Returns the unknown variables of this process's environment. Replaces bytes that are not
+/// Unicode.
 pub fn unknown_variables_here() -> Vec<UnknownVariable> {
     let text = |bytes: std::ffi::OsString| bytes.to_string_lossy().into_owned();
     unknown_variables(std::env::vars_os().map(|(name, value)| (text(name), text(value))))

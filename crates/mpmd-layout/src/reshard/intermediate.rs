@@ -149,15 +149,15 @@ pub(super) struct AxisCuts<'a> {
 }
 
 impl AxisCuts<'_> {
-    /// Returns the intermediate whose replicas are not divided along the cut axes.
+    /// Returns the intermediate with replicas that are whole along the cut axes.
     pub(super) fn whole(&self) -> Result<Intermediate, WhyNoIntermediate> {
         let found = cut_axes(self.src, self.mesh, &self.entries, &self.cuts);
         found.ok_or(WhyNoIntermediate::NoSplitCandidate)
     }
 
-    /// Returns the intermediate whose replicas have as many parts as the target, as far as the
-    /// sizes of the cut axes allow. Returns `None` if it is that of [`whole`](Self::whole) or cuts
-    /// no axis.
+    /// Returns the intermediate with replicas in as many parts as the target, as far as the sizes
+    /// of the cut axes allow. Returns `None` if it is that of [`whole`](Self::whole) or cuts no
+    /// axis.
     pub(super) fn split(&self) -> Option<Intermediate> {
         let cut: usize = self.cuts.iter().map(|cut| cut.parts).product();
         let kept = self.parts.checked_div(cut)?;

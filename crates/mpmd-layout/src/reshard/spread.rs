@@ -64,7 +64,7 @@ pub(super) struct Giver {
     pub(super) device: DeviceId,
 }
 
-/// A process that receives a part, and the device that sends it to that process.
+/// A process that receives a piece, and the device that sends the piece to it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct PieceTaker {
     pub(super) process: ProcessId,

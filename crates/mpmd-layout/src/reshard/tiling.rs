@@ -226,12 +226,12 @@ impl Tiling {
         slice(&self.hosts, &self.tile(tile).hosts)
     }
 
-    /// Returns the processes on `host` that hold the tile that `host` is an entry of.
+    /// Returns the processes on a host that hold the tile of the entry `host`.
     pub(super) fn processes(&self, host: &HostHolders) -> &[ProcessHolders] {
         slice(&self.processes, &host.processes)
     }
 
-    /// Returns the devices of `process` that hold the tile that `process` is an entry of.
+    /// Returns the devices of a process that hold the tile of the entry `process`.
     pub(super) fn devices(&self, process: &ProcessHolders) -> &[DeviceId] {
         slice(&self.devices, &process.devices)
     }

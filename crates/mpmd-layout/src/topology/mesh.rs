@@ -366,8 +366,8 @@ impl fmt::Display for DeviceList<'_> {
     }
 }
 
-/// Returns the sizes with what the others leave of `devices` in place of -1. Fails if two are below
-/// 0, one is below -1, or the others do not divide the devices.
+/// Returns the sizes, with `devices` divided by the product of the others in place of -1. Fails if
+/// two are below 0, one is below -1, or the others do not divide the devices.
 fn shape(names: &[String], sizes: &[isize], devices: usize) -> Result<Vec<usize>, MeshError> {
     let mut below = (0..sizes.len()).filter(|at| sizes[*at] < 0);
     let rest = below.next();

@@ -14,7 +14,7 @@ const OTHERS: &str = "attention_factor beta_fast beta_slow factor finetuned high
     long_factor low_freq_factor mscale mscale_all_dim original_max_position_embeddings \
     short_factor truncate type";
 
-/// The settings of a rotary embedding whose keys are absent.
+/// The defaults for settings of a rotary embedding that a config leaves out.
 pub(crate) struct RopeDefaults {
     /// Key at the top of a config in the old form, and its default.
     pub(crate) theta: (&'static str, f64),

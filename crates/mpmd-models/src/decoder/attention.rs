@@ -122,7 +122,7 @@ impl AttentionLayer {
                     cap: self.cap,
                     window,
                 };
-                // Caches are f32, whatever the model computes in.
+                // Caches are f32, also if the model computes in another dtype.
                 let single = |x: &Tensor| x.squeeze(0)?.to_dtype(DType::F32);
                 let [of_q, k, v] = [single(&q)?, single(&k)?, single(&v)?];
                 let out = cache.attention([&of_q, &k, &v], &rows.sequences, scores)?;

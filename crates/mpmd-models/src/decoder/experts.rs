@@ -95,7 +95,7 @@ impl ExpertLayer {
         let (batch, time, width) = x.dims3()?;
         let x = x.reshape((batch * time, width))?;
 
-        // Shares and sums are f32, whatever the model computes in.
+        // Shares and sums are f32, also if the model computes in another dtype.
         let dtype = x.dtype();
         let shares = softmax_last_dim(&self.router.forward(&x)?.to_dtype(DType::F32)?)?;
         let per_token = self.config.per_token;

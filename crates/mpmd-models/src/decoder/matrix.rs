@@ -60,7 +60,7 @@ impl MatrixLayer {
 pub(crate) enum Matrices {
     Plain(Grouped),
     Packed(Vec<PackedLinear>),
-    /// Without values, for a probe: the numbers of experts and of outputs.
+    /// Only the numbers of experts and of outputs, without values, for a probe.
     Hollow {
         experts: usize,
         outputs: usize,
@@ -68,7 +68,8 @@ pub(crate) enum Matrices {
 }
 
 impl Matrices {
-    /// Computes the rows of `x`, of which each expert has some, one expert after another.
+    /// Applies the layer of each expert to its rows of `x`. The rows of the first expert come
+    /// first. `rows` is the number of rows of each expert.
     pub(crate) fn forward(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor> {
         match self {
             Self::Plain(grouped) => grouped.forward(x, rows),

@@ -376,8 +376,8 @@ impl Decoder {
     }
 }
 
-/// Replaces the rows of tokens that another device has by zeros: by a choice, since a product with
-/// zero keeps what is not finite, and one row of the table would spoil all tokens of a pass.
+/// Replaces the rows of other devices' tokens by zeros. Selects them instead of multiplying by
+/// zero: a product with an infinite or NaN row is NaN, and would spoil all tokens of a pass.
 fn own_rows(rows: Tensor, is_own: &Tensor) -> Result<Tensor> {
     let is_own = is_own
         .unsqueeze(is_own.rank())?

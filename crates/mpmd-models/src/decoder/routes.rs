@@ -79,7 +79,7 @@ impl Routes {
     }
 }
 
-/// Adds up the rows of these places, whose experts are among `experts`, in `out`.
+/// Adds up the rows of these places in `out`. Their experts are among `experts`.
 fn add(
     places: &[(usize, usize)],
     experts: Range<usize>,

@@ -30,24 +30,24 @@ impl Room {
 pub struct HeldBytes {
     /// For each element of a parameter.
     pub element: u64,
-    /// For each layer beside.
+    /// For each layer, beside its parameters.
     pub layer: u64,
 }
 
 impl HeldBytes {
-    /// In a training of all parameters, in f32: the array, the model's own, the gradient, and two
-    /// moments.
+    /// Trained parameters, in f32: the array, the model's copy, the gradient, and two moments.
     pub const TRAINING: Self = Self {
         element: 5 * 4,
         layer: 0,
     };
-    /// Where parameters are not trained, in f32: the array, and the model's own.
+    /// Parameters that are not trained, in f32: the array, and the model's copy.
     pub const FROZEN: Self = Self {
         element: 2 * 4,
         layer: 0,
     };
 
-    /// In an inference with this room for sequences, with weights in f32 or `bf16`.
+    /// Returns the bytes for inference with caches of size `room`. Weights are `bf16` if `in_half`,
+    /// else `f32`.
     pub fn inference(folder: &Folder, room: Room, in_half: bool) -> Self {
         let config = folder.config();
         let token = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
@@ -59,7 +59,7 @@ impl HeldBytes {
     }
 }
 
-/// The costs of a layer, or of what a first or last stage has beside its layers.
+/// The costs of a layer, or of the parts that a first or last stage has beside its layers.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Cost {
     /// Work of a token, in any unit.
@@ -85,8 +85,8 @@ pub(crate) struct TooLittle {
     pub(crate) needs: u64,
 }
 
-/// The costs of a model's layers on a device of a stage, and of what the first and the last stage
-/// have beside them.
+/// The costs of a model's layers on a device of a stage, and of the other parts of the first and
+/// the last stage.
 #[derive(Clone, Debug)]
 pub(crate) struct Layers {
     /// The costs of the first layers together, for each number of layers.

@@ -106,8 +106,8 @@ pub(crate) fn check_memory(
     Ok(())
 }
 
-/// Returns the costs of the layers on a device of each stage, and of what the first and the last
-/// stage have beside. `over` is the division of each stage over its devices.
+/// Returns the costs of the layers on a device of each stage, and of the other parts of the first
+/// and the last stage. `over` is the division of each stage over its devices.
 pub(crate) fn costs(
     folder: &Folder,
     over: &[DeviceDivision],

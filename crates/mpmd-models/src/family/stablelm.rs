@@ -1,4 +1,4 @@
-//! StableLM: Llama with layer norms, of whose heads a quarter rotates.
+//! StableLM: Llama with layer norms, and with rotary embeddings on a quarter of each head.
 
 use super::{Defaults, Family, LLAMA, PLAIN, base, dropout};
 use crate::config::{HeadNorm, NormKind, RopeDefaults};

@@ -20,8 +20,8 @@ pub(crate) struct InitialSettings {
     pub(crate) dtype: DType,
 }
 
-/// The first values of a tensor. Each depends on the seed, the tensor's name and the place in the
-/// tensor alone, so it is the same on any number of stages and devices.
+/// The first values of a tensor. Each depends only on the seed, the tensor's name and the index in
+/// the tensor. So they are the same on any number of stages and devices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct InitialValues {
     pub(crate) key: Key,

@@ -43,13 +43,13 @@ pub(crate) enum ValueOrigin {
 /// Number of tensors that are named if their values are not finite.
 const MOST_NAMED: usize = 3;
 
-/// The tensors with values that are not finite, as far as they were read.
+/// The names of the tensors in which infinite or NaN values were read.
 #[derive(Debug, Default)]
 pub(crate) struct NonFiniteTensors(Mutex<BTreeSet<String>>);
 
 impl NonFiniteTensors {
-    /// Notes the tensors of `reader` with values that are not finite among `values`, those of a
-    /// region. Warns of the first ones, each once.
+    /// Notes the tensors of `reader` that have infinite or NaN values in a region. `values` are
+    /// those of the region. Warns once for each of the first such tensors.
     pub(crate) fn note(
         &self,
         path: &Path,

@@ -72,7 +72,7 @@ impl Choice {
         }
     }
 
-    /// Reads what [`write`](Self::write) has written. `None` if nothing was chosen.
+    /// Reads a choice from the words of [`write`](Self::write). `None` if no token was chosen.
     pub(crate) fn read(words: &[u32]) -> Option<Self> {
         debug_assert_eq!(words.len(), CHOICE);
         let token = read_token(words[0])?;

@@ -44,7 +44,7 @@ impl Generator {
         }
     }
 
-    /// Returns a line that says what computes the stages, for people. `None` if all devices are
+    /// Returns a line for people that names the devices of the stages. `None` if all devices are
     /// CPUs.
     pub fn computed_by(&self, p: &Program) -> Option<String> {
         self.inference.computed_by(p)

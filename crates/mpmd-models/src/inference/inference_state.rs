@@ -1,4 +1,4 @@
-//! The state of a stage of inference on one device: its caches, and what it knows of sequences.
+//! The state of a stage of inference on one device: its caches and the tokens of its sequences.
 
 use std::sync::Arc;
 
@@ -63,7 +63,7 @@ impl InferenceState {
             .to_vec1::<u32>()?;
         for (known, last) in self.last.iter_mut().zip(last) {
             if let Some(last) = read_token(last) {
-                // A sequence without a token has failed. What is computed for it is not used.
+                // A sequence without a token has failed, and its results are not used.
                 *known = last.unwrap_or(0);
             }
         }
@@ -79,8 +79,8 @@ impl InferenceState {
         Tensor::from_vec(tokens, x.shape(), x.device())
     }
 
-    /// Chooses the token that follows each chunk which asks for it. `x` are the outputs of the last
-    /// layer, whose devices divide it as `over` says.
+    /// Chooses the next token of each chunk that has `samples` set. `x` are the outputs of the last
+    /// layer. `over` is the division of the stage over devices.
     pub(super) fn choices(
         &mut self,
         part: &Decoder,

@@ -129,7 +129,7 @@ impl Inference {
         Ok(())
     }
 
-    /// Returns a line that says what computes the stages, for people. `None` if all devices are
+    /// Returns a line for people that names the devices of the stages. `None` if all devices are
     /// CPUs.
     pub fn computed_by(&self, p: &Program) -> Option<String> {
         let is_accelerator = |device: &DeviceId| {

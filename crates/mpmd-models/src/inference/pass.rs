@@ -37,23 +37,23 @@ pub struct PassChunk {
     pub new: Option<NewSequence>,
 }
 
-/// How the tokens of a new sequence are chosen.
+/// The settings for the choice of a new sequence's tokens.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct NewSequence {
-    /// The choice of each token.
+    /// The settings for the choice of each token.
     pub sampling: Sampling,
     /// Number of tokens from the start that are the prompt.
     pub prompt: u32,
-    /// Number of the most probable tokens that are told beside the chosen one, at most [`TOP`].
+    /// Number of the most probable tokens to report with each chosen one, at most [`TOP`].
     pub top: Option<u32>,
 }
 
-/// Largest number of the most probable tokens that are told.
+/// Limit on [`NewSequence::top`].
 pub const TOP: usize = 20;
 /// Number of words that a choice takes: the token, the logarithm of its probability, and those of
 /// the most probable tokens.
 pub(crate) const CHOICE: usize = 2 + 2 * TOP;
-/// In place of a token: no token was chosen.
+/// Stands for a token where none was chosen.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// (number of tokens, number of words of the table) of the forms that passes have. The last one has
@@ -131,8 +131,8 @@ impl PassForms {
         })
     }
 
-    /// Returns passes of all forms, of one sequence whose next tokens are not chosen. There are
-    /// blocks for `most` tokens.
+    /// Returns a pass of each form, over one sequence, without a choice of the next token. There
+    /// are blocks for `most` tokens.
     pub(crate) fn pass_of_each(&self, most: usize) -> impl Iterator<Item = InferencePass> {
         self.0.into_iter().map(move |form| {
             let tokens = form.tokens.min(most).max(1);
@@ -266,7 +266,7 @@ impl InferencePass {
         words
     }
 
-    /// Reads what [`write`](Self::write) has written.
+    /// Reads a pass from the words of [`write`](Self::write).
     ///
     /// # Errors
     ///

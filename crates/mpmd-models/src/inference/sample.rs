@@ -11,15 +11,15 @@ use crate::error::InvalidSetting;
 use crate::hub::folder::{Folder, GENERATION};
 use crate::inference::token_order::{TokenOrder, TokenRank, TokenWeights};
 
-/// How the next token is chosen. The order of the steps is that of the library `transformers`:
-/// penalties, temperature, `top_k`, `top_p`, `min_p`.
+/// The settings for the choice of the next token. They apply in the order of the library
+/// `transformers`: penalties, temperature, `top_k`, `top_p`, `min_p`.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Sampling {
     /// Divides the logits. With 0 the most probable token is taken.
     pub temperature: f64,
     /// Number of the most probable tokens that are kept; 0 for all.
     pub top_k: usize,
-    /// Probability that the kept tokens have together, at least.
+    /// Least probability that the kept tokens have together.
     pub top_p: f64,
     /// Least probability of a kept token, as a share of the most probable one's.
     pub min_p: f64,

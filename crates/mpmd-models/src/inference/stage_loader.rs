@@ -1,5 +1,5 @@
-//! A stage of inference: what reads and packs its weights, and the function that computes a pass
-//! on the state of a device (`inference_state`).
+//! A stage of inference: the loader that reads and packs its weights, and the function that
+//! computes a pass on the state of a device (`inference_state`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -110,7 +110,7 @@ impl StageLoader {
         Ok(loader)
     }
 
-    /// Issues the making of the state.
+    /// Issues the operation that makes the stage's state on the devices of `mesh`.
     #[track_caller]
     pub(super) fn issue(&self, p: &mut Program, mesh: &Mesh) -> Result<MpmdObject<InferenceState>> {
         let loader = self.clone();
@@ -288,8 +288,8 @@ impl StageLoader {
         })
     }
 
-    /// Returns the reason why a stage whose devices are no CPUs computes on the host. `None` if its
-    /// device computes it.
+    /// Returns the reason why a stage on devices other than CPUs computes on the host. `None` if
+    /// its devices compute it.
     pub(super) fn on_host_because(&self) -> Option<&'static str> {
         if self.on_device {
             return None;

@@ -72,7 +72,7 @@ impl<'a> TokenOrder<'a> {
         if count == 0 {
             return Vec::new();
         }
-        // So many blocks have a token with this key or a larger one.
+        // The `count`-th largest of the blocks' largest keys: at least `count` tokens reach it.
         let border = match count <= self.largest.len() {
             false => i32::MIN,
             true => {
@@ -97,8 +97,9 @@ impl<'a> TokenOrder<'a> {
             .sum()
     }
 
-    /// Returns the lowest rank of the fewest most probable tokens that together have at least a
-    /// share of the weight of all tokens from rank `least` on.
+    /// Returns the lowest rank of the nucleus: the fewest most probable tokens whose weights
+    /// together are at least `share` of the total. The total is that of the tokens from rank
+    /// `least` on.
     pub(crate) fn nucleus(&self, weights: TokenWeights, least: TokenRank, share: f64) -> TokenRank {
         let mut sums = vec![0.0; BINS];
         for block in self
@@ -202,8 +203,8 @@ impl<'a> TokenOrder<'a> {
     }
 }
 
-/// Subtracts numbers from `rest` up to the one that is larger than what is left, and returns its
-/// index: that of the last number that is not zero, if rounding leaves too much.
+/// Subtracts numbers from `rest` until one is larger than `rest`, and returns the index of that
+/// one. If all are subtracted, as after rounding, returns the index of the last positive number.
 fn passed(rest: &mut f64, numbers: impl Iterator<Item = f64>) -> Option<usize> {
     let mut last = None;
     for (at, number) in numbers.enumerate().filter(|(_, number)| *number > 0.0) {
@@ -216,8 +217,8 @@ fn passed(rest: &mut f64, numbers: impl Iterator<Item = f64>) -> Option<usize> {
     last
 }
 
-/// Returns the lowest rank of the fewest highest ones whose weights, with `sum`, are `enough`.
-/// `None` if there are no ranks.
+/// Adds weights to `sum`, from the highest rank down, until it is at least `enough`. Returns the
+/// last rank added, the lowest if all are too few. `None` if there are no ranks.
 fn lowest_needed(
     mut ranks: &mut [TokenRank],
     weight: impl Fn(TokenRank) -> f64,

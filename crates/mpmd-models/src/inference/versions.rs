@@ -310,7 +310,7 @@ fn check_finite(name: &str, region: &Region, values: &[f32]) -> Result<(), Regio
     }
 }
 
-/// A folder whose weights are read as a version.
+/// A folder, and the version as which its weights are read.
 #[derive(Clone, Debug)]
 pub(super) struct FolderVersion {
     pub(super) folder: PathBuf,
@@ -320,19 +320,19 @@ pub(super) struct FolderVersion {
 /// The weights of a folder that threads of all processes are reading.
 pub(super) struct FolderLoading {
     what: FolderVersion,
-    /// The state of this process.
+    /// The progress of this process.
     reading: Arc<Mutex<FolderReading>>,
     /// The states of all devices, on the way to the reader.
     states: Option<Vec<MpmdArray>>,
 }
 
-/// How far a process has read the weights of a folder.
+/// The progress of a process that reads the weights of a folder.
 #[derive(Clone, Debug)]
 enum FolderReading {
     Running,
     /// The weights are taken, and have this hash.
     Read(u64),
-    /// For this reason.
+    /// The reason for the failure.
     Failed(String),
 }
 
@@ -463,8 +463,7 @@ impl FolderLoading {
     }
 }
 
-/// Takes a version of the weights from a folder, whose model must be the same. Returns a hash of
-/// the weights.
+/// Takes a version of the weights from a folder with the same model. Returns a hash of the weights.
 pub(super) fn take_folder(
     loaders: &[StageLoader],
     devices: &[DeviceId],

@@ -52,7 +52,7 @@ impl StageForward {
         }
     }
 
-    /// Computes the layers from tokens, or from what the stage before returns.
+    /// Computes the layers from tokens, or from the outputs of the stage before.
     pub(crate) fn run(
         self,
         part: &Decoder,

@@ -147,7 +147,7 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
     }
 }
 
-/// The lines of a file, and the folder whose tokenizer and template turn them into tokens.
+/// The lines of a file, and a folder with the tokenizer and template that turn them into tokens.
 struct ExampleReader<'a> {
     file: &'a Path,
     folder: &'a Folder,

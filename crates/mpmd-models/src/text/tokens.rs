@@ -84,7 +84,7 @@ pub fn has_more_tokens(tokenizer: &Tokenizer, text: &str, most: usize) -> Result
     Ok(ids.len() > most)
 }
 
-/// Returns what `encode` returns.
+/// Calls `encode` and returns its result.
 ///
 /// # Errors
 ///

@@ -122,8 +122,8 @@ impl ShownOperations {
         }
     }
 
-    /// Tells people what `process`, which these are of, has issued as operation `op`. With
-    /// `tells_steps`, also after how many steps.
+    /// Describes for people the operation `op` of `process`, the owner of these records. With
+    /// `tells_steps`, adds the number of steps before it.
     fn tell(&self, process: ProcessId, op: u64, tells_steps: bool) -> String {
         match self.record(op) {
             Some(record) if tells_steps => {

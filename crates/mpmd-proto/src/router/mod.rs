@@ -218,8 +218,8 @@ pub struct Router<C: Cargo> {
     /// True once this process has said goodbye.
     left: bool,
     actions: Vec<RouterAction<C>>,
-    /// Senders of zero-copy pieces that are to be told what was taken, once the current call of
-    /// this router has ended.
+    /// Senders of zero-copy pieces to report the taken pieces to, once the current call of this
+    /// router has ended.
     to_tell: Vec<ProcessId>,
 }
 

@@ -55,10 +55,10 @@ pub(super) struct OpenDispute {
     pub(super) op: u64,
 }
 
-/// A peer's rolling hash that this process compares when it has issued as many operations.
+/// A peer's rolling hash after `count` operations. This process compares it once it has issued as
+/// many.
 #[derive(Clone, Copy)]
 pub(super) struct PendingCheck {
-    /// Number of operations.
     pub(super) count: u64,
     pub(super) hash: u128,
 }
@@ -81,7 +81,7 @@ pub(super) struct PeerState<C: Cargo> {
     /// The highest operation for which a program of the peer waits until its pieces are taken.
     pub(super) asked: u64,
     pub(super) heard: Duration,
-    /// The time that it may be silent at the start, in addition to the peer timeout.
+    /// The time that the peer may be silent at the start, in addition to the peer timeout.
     pub(super) starts_within: Duration,
     /// The rendezvous's report that the peer is lost.
     pub(super) suspected: Option<Suspicion>,

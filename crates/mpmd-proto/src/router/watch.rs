@@ -153,7 +153,8 @@ impl<C: Cargo> Router<C> {
         lines
     }
 
-    /// Handles a probe of a peer: asks the driver for the answer.
+    /// Handles a probe of a peer. Has the driver answer it, unless the two programs differ: then
+    /// opens a dispute.
     pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
         if header.op <= self.history.count() {
             if self

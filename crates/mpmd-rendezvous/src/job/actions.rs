@@ -1,4 +1,4 @@
-//! What the parts of a job share: the actions that they ask for, and their pending requests.
+//! Types that the parts of a job share: the actions that they ask for, and their pending requests.
 
 use std::time::Duration;
 

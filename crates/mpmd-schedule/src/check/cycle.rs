@@ -66,7 +66,7 @@ pub enum Why {
     Peer,
 }
 
-/// A transfer with an end that is not posted.
+/// A transfer of which one end is not posted, or neither.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Missing {
     /// The number of the transfer.

@@ -38,7 +38,8 @@ impl PeerSocket {
         }
     }
 
-    /// Reads what has come. Returns no byte at the end.
+    /// Reads the bytes that have come, once there are some. Reads none at the end of the
+    /// connection.
     pub(super) fn poll_read(
         &self,
         cx: &mut Context<'_>,

@@ -30,7 +30,7 @@ pub(super) enum PauseState {
     InForce(PauseMode),
 }
 
-/// Why the server does not do what it was asked for.
+/// The reason why the server refuses a pause or a change of weights.
 #[derive(Clone, Debug, Eq, Error, PartialEq)]
 pub enum Denied {
     /// The server starts or ends.
@@ -239,7 +239,7 @@ fn refuse_unless_ready(state: &QueueState) -> Result<(), Refused> {
 }
 
 impl RequestArrivals {
-    /// Returns what has happened since the last call. Does not block.
+    /// Returns the requests, aborts, pause and load of weights since the last call. Does not block.
     pub(crate) fn news(&self) -> EngineNews {
         let state = &mut *self.0.state.lock();
         let pause = match *self.0.pause.borrow() {

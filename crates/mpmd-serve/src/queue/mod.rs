@@ -491,7 +491,8 @@ impl ReplySender {
             self.shared.metrics.token(before.is_none(), since);
         }
         if let ReplyEvent::End(_) | ReplyEvent::Failed(_) = event {
-            // Who has got the whole reply finds it ended in the metrics.
+            // Leaves before it sends: a client with the whole reply finds the request ended in the
+            // metrics.
             self.leave();
         }
         // An error says that the client has left.

@@ -45,16 +45,16 @@ pub struct SchedulerSizes {
     pub sequences: usize,
     /// Number of blocks for keys and values.
     pub blocks: usize,
-    /// Number of tokens that a pass computes at most, where prompts are among them.
+    /// Maximum number of tokens of a pass that has tokens of prompts.
     pub chunk: usize,
-    /// Number of tokens of a sequence at most; there are blocks for as many.
+    /// Maximum number of tokens of a sequence; there are blocks for as many.
     pub positions: usize,
 }
 
 /// A pass to be computed.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Decision {
-    /// The lane whose last choices it needs.
+    /// The lane of the pass: it continues from the last tokens chosen in this lane.
     pub lane: u32,
     /// The tokens that it computes.
     pub pass: InferencePass,
@@ -87,7 +87,7 @@ pub struct SchedulerCounts {
 pub struct Scheduler {
     sizes: SchedulerSizes,
     sequences: BTreeMap<u64, Sequence>,
-    /// Those without a place, in order.
+    /// The ids of the sequences without a place, in order.
     waiting: VecDeque<u64>,
     lanes: Vec<Lane>,
     /// The lane of the next decision.
@@ -169,7 +169,8 @@ struct PassRoom {
 struct SequencePlace {
     lane: usize,
     slot: usize,
-    /// Number of tokens that were known at the start: they are given, and others are chosen.
+    /// Number of tokens that were known when the sequence got its place. Passes are given these,
+    /// and choose the later ones.
     given: usize,
     /// Number of tokens in decided passes.
     computed: usize,
@@ -311,15 +312,16 @@ impl Scheduler {
         self.waiting.push_back(id);
     }
 
-    /// Forgets a sequence that has ended, or whose client has left. Does nothing if there is none.
+    /// Forgets the sequence `id`, which has ended or has lost its client. Does nothing if there is
+    /// none.
     pub fn leave(&mut self, id: u64) {
         self.give_up_place(id);
         self.sequences.remove(&id);
         self.waiting.retain(|other| *other != id);
     }
 
-    /// Forgets all places, blocks and open passes: the stages have lost what they had. All
-    /// sequences are computed again.
+    /// Forgets all places, blocks and open passes: the stages have lost their state. All sequences
+    /// are computed again.
     pub fn restart(&mut self) {
         let mut running: Vec<u64> = self.sequences.keys().copied().collect();
         running.retain(|id| self.sequences[id].place.is_some());
@@ -366,8 +368,8 @@ impl Scheduler {
         None
     }
 
-    /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients
-    /// get.
+    /// Takes the choices of the oldest open pass, by place. Returns (sequence, event for its
+    /// client).
     pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, ReplyEvent)> {
         let Some(OpenPass { lane, members, .. }) = self.open.pop_front() else {
             return Vec::new();
@@ -385,8 +387,8 @@ impl Scheduler {
     }
 
     /// Takes the failure of the oldest open pass. Returns its sequence if it had only one: it has
-    /// ended. Several are computed again, each alone. The stages have lost what they had: as
-    /// [`restart`](Self::restart).
+    /// ended. Several are computed again, each alone. The stages have lost their state: all
+    /// sequences are computed again, as after [`restart`](Self::restart).
     pub fn fail(&mut self) -> Option<u64> {
         let members = self
             .open
@@ -603,13 +605,13 @@ impl Scheduler {
             }
         }
 
-        // Without those of sequences that had to give up their places.
+        // Removes the chunks of sequences that had to give up their places.
         let places = &self.lanes[lane].places;
         let is_there = |slot: usize| places[slot / self.sizes.lanes].is_some();
         pass.chunks.retain(|chunk| is_there(chunk.slot as usize));
         members.retain(|member| is_there(member.slot));
         let ids: Vec<u64> = places.iter().flatten().copied().collect();
-        // Only now the blocks will have their content.
+        // Only after this pass will the blocks have their content.
         for id in ids {
             self.fill(id);
         }
@@ -623,7 +625,7 @@ impl Scheduler {
         let mut ids: Vec<u64> = ids
             .filter(|id| self.version(*id) == Some(version))
             .collect();
-        // Where there is no room for all, each comes first in turn.
+        // Each sequence comes first in turn, since a pass may not have room for all.
         let turn = &mut self.lanes[lane].turns[usize::from(version != self.versions.newest)];
         *turn = turn.wrapping_add(1);
         let first = turn.checked_rem(ids.len()).unwrap_or(0);

@@ -229,7 +229,8 @@ pub(crate) fn load(
     };
 
     let older: Vec<u64> = steps.into_iter().filter(|older| *older < step).collect();
-    // Of a damaged checkpoint alone: what differs from this training differs in older ones too.
+    // Only for a damaged checkpoint: one that does not fit this training has older ones that do not
+    // fit either.
     let advice = |error: Error| match older.last() {
         Some(older) => Error::Environment(format!(
             "{error}. There is an older checkpoint: to continue after step {older}, remove {}",
@@ -407,7 +408,7 @@ mod tests {
         let [first, second, ..] = &mut arrays[0].pieces[..] else {
             panic!("several pieces")
         };
-        // As many elements as before.
+        // The number of elements stays the same.
         assert_eq!(first.0.elements(), second.0.elements());
         second.clone_from(first);
         let list = serde_json::to_vec(&arrays).unwrap();

@@ -79,9 +79,9 @@ enum RestorePoint {
 
 /// A folder of checkpoints, how to write them, and which one to restore.
 ///
-/// From the first save on, or from the start of a run that saves, the folder is locked until the
-/// value and its clones are dropped. Other jobs cannot save there meanwhile, nor can a value that
-/// this program creates anew for the same folder: clone this one.
+/// The first save, or the start of a run that saves, locks the folder. The lock ends when the value
+/// and its clones are dropped. Other jobs cannot save there meanwhile, nor can a value that this
+/// program creates anew for the same folder: clone this one.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     folder: PathBuf,
@@ -125,8 +125,8 @@ impl Checkpoints {
     }
 
     /// Leaves out the parameters that are not trained. Then a checkpoint of a training of adapters
-    /// has them and the state of their optimiser alone, and restoring it needs a trainer that has
-    /// the same other parameters: name their source by [`setting`](Self::setting).
+    /// has only the adapters and their optimiser's state. Restoring it needs a trainer with the
+    /// same other parameters: name their source by [`setting`](Self::setting).
     #[must_use]
     pub fn trained_only(mut self) -> Self {
         self.trained_only = true;
@@ -182,9 +182,9 @@ impl Checkpoints {
     }
 
     /// Prepares the folder for the saves of a training that continues after the step of `contents`.
-    /// Returns the same error on every process if it cannot be written, if there is no room for a
-    /// checkpoint, if another job saves there, or if there is a checkpoint of a later step, which
-    /// the training would meet. After the first epoch those are its own.
+    /// Fails if the folder cannot be written, has no room for a checkpoint, or is in use by another
+    /// job. Fails if it has a checkpoint of a later step, which the training would meet. The error
+    /// is the same on every process. After the first epoch those are its own.
     pub(crate) fn claim(&self, p: &mut Program, contents: &CheckpointContents) -> Result<()> {
         let bytes = contents
             .arrays

@@ -43,8 +43,8 @@ pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result
             dims: divided.len(),
         });
     }
-    // The corners of a box, each with the product of +1 for a start and -1 for an end, are the
-    // differences of the function that is 1 in the box. So two sets of boxes cover the elements
+    // A corner of a box has the product of +1 for each start and -1 for each end. These numbers are
+    // the differences of the function that is 1 in the box. So two sets of boxes cover the elements
     // alike if the sums at all corners are equal.
     let mut corners: HashMap<Vec<usize>, i64> = HashMap::new();
     let whole = (!full.is_empty()).then_some((&full, -1));
@@ -95,7 +95,8 @@ mod tests {
                         .to_string()
                         .contains(overlap)
                 );
-                // As many elements as the array has.
+                // The pieces still have as many elements as the array if `first` and `last` have
+                // equally many.
                 let mut twice = all.clone();
                 *twice.last_mut().unwrap() = first.clone();
                 if first.elements() == last.elements() {

@@ -72,7 +72,7 @@ pub(super) fn figures(
     mut y: FiguresOut<ViewMut<'_>>,
 ) -> Result<()> {
     let one = Grid::new(1, 1);
-    // The total of the sums, and the last stage whose sums are not finite.
+    // The total of the sums, and the last stage with sums that are not finite.
     let state = cuda.scratch(DType::F64, 2)?;
     let add = |sums: CudaPart<'_>, count: usize, stage: f64, first: bool| {
         let first = i32::from(first);

@@ -42,7 +42,8 @@ macro_rules! float {
 float!(f32);
 float!(f64);
 
-/// Elements whose squares are added up together, as by a block of a CUDA device's threads.
+/// Number of elements in a group of squares that are added up first, as by a block of a CUDA
+/// device's threads.
 pub(super) const BLOCK: usize = 4096;
 /// Partial sums of such a block.
 pub(super) const LANES: usize = 256;

@@ -113,8 +113,9 @@ pub(super) struct FiguresOut<L> {
     /// Factor of the summed gradients: an `f64`. It averages and clips them. NaN if their norm is
     /// not finite.
     pub(super) factor: L,
-    /// Mean loss, weight, norm of the mean gradient before clipping, the number of the last stage
-    /// with a gradient that is not finite, or -1, and the mean metrics: `f64`s, `[STEP_FIGURES]`.
+    /// The figures of a step: `f64`s, `[STEP_FIGURES]`. In order: mean loss, weight, norm of the
+    /// mean gradient before clipping, the last stage with a gradient that is not finite, or -1, and
+    /// the mean metrics.
     pub(super) figures: L,
 }
 
@@ -178,7 +179,7 @@ impl Kernel for StepFigures {
             }
             sums.extend_from_slice(found);
         }
-        // A step without items has sums of zero, whose means are zero.
+        // A step without items has sums of zero: dividing them by 1 gives means of zero.
         let items = if weight == 0.0 { 1.0 } else { weight };
         // The sums are of gradients that are not yet divided by the weight.
         let (factor, norm) = clip_factor(sums, limit * items);

@@ -125,9 +125,10 @@ impl Optimizer {
     /// padding alone, counts as 1: its gradients are 0. `rate` is the learning rate. If the norm of
     /// the gradients is not finite, parameters and state keep their values.
     ///
-    /// Returns the figures of the step, `f64`s of shape `[20]` on the last stage's mesh: the mean
-    /// loss before the update, the weight, the norm of the mean gradient before clipping, the
-    /// number of the last stage with a gradient that is not finite, or -1, and the mean metrics.
+    /// Returns the figures of the step, `f64`s of shape `[20]` on the last stage's mesh. They are
+    /// the mean loss before the update, the weight and the norm of the mean gradient before
+    /// clipping. Then come the number of the last stage with a gradient that is not finite, or -1,
+    /// and the mean metrics.
     ///
     /// # Errors
     ///
@@ -419,8 +420,8 @@ fn square_sums(
         .build()
 }
 
-/// Returns (stage, path) of the first parameter whose squares have no finite sum: it has a value
-/// that is not finite. `sums` are (stage, paths, sums of these parameters).
+/// Returns (stage, path) of the first parameter with a value that is not finite: the sum of its
+/// squares is not finite. `sums` are (stage, paths, sums of the squares of these parameters).
 fn first_not_finite(sums: Vec<(usize, Vec<String>, MpmdArray)>) -> Result<Option<(usize, String)>> {
     for (stage, paths, sums) in sums {
         let Some(sums) = sums.to_host()? else {

@@ -12,10 +12,10 @@ use rustix::fs::statvfs;
 use super::failed;
 use crate::agree::{agree, on_first};
 
-/// Creates `folder` if it is missing, and has each process create and remove a file there, and look
-/// for room for `bytes`, which all processes write there together. Every process must call it
-/// before it writes there, so that a folder without room is found early. In a dry run it does
-/// nothing.
+/// Creates `folder` if it is missing. Each process creates and removes a file there, and checks
+/// that there is room for `bytes`: those that all processes together will write. Every process must
+/// call it before it writes there, so that a folder without room is found early. In a dry run it
+/// does nothing.
 ///
 /// # Errors
 ///

@@ -122,8 +122,8 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Returns a hash of the shape and the dtype of an array, and of up to `samples` samples of its
-    /// values, of 4 KiB each, spread evenly over them.
+    /// Returns a hash of the shape, the dtype and samples of the values of an array. There are up
+    /// to `samples` samples of 4 KiB, spread evenly over the values.
     ///
     /// # Errors
     ///

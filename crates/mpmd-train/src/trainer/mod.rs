@@ -161,7 +161,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Returns a line that says what computes the stages, for people: their devices, or the host.
+    /// Returns a line for people that names the devices, or the host, on which the stages compute.
     pub fn computed_by(&self, p: &Program) -> String {
         self.pipeline.describe_devices(p)
     }

@@ -10,8 +10,8 @@ use super::Trainer;
 use super::report::{ReportArrays, StepHandle};
 use crate::checkpoint::Checkpoints;
 
-/// Number of steps whose figures a commit has. The reports of older ones are read before it is
-/// issued: see `PENDING` of the loop.
+/// Number of steps of which a commit has the figures. The reports of older ones are read before it
+/// is issued: see `PENDING` of the loop.
 pub(super) const RECENT: usize = 3;
 
 /// The figures of a step, which is 0 for none.

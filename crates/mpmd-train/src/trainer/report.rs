@@ -252,7 +252,8 @@ impl StepHandle {
         }
     }
 
-    /// As [`StepHandle::read`], with what the trainer alone looks at.
+    /// Reads the report as [`StepHandle::read`] does, with the figures that only the trainer uses.
+    /// Does not fail if the loss or the norm is not finite.
     pub(super) fn read_all(self) -> Result<StepReading> {
         let Self {
             step,

@@ -100,9 +100,9 @@ impl<'a> Run<'a> {
     ///
     /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` of all runs in the file, and
     /// `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. Both have
-    /// `metrics` if the loss has some. A later epoch of the job begins with a line with `recovery`,
-    /// the number of the epoch, the `step` from which it goes on, and the fields of a
-    /// [`Recovery`](mpmd_core::Recovery).
+    /// `metrics` if the loss has some. A later epoch of the job begins with a line for its
+    /// recovery. It has `recovery`, the number of the epoch, the `step` from which it goes on, and
+    /// the fields of a [`Recovery`](mpmd_core::Recovery).
     pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
         self.metrics = Some(file.into());
         self
@@ -473,7 +473,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         what: &str,
         figure: NotFinite,
     ) -> Result<()> {
-        // A finite evaluation says of its model what the loss of the next step would.
+        // A finite evaluation shows the same of its model as a finite loss of the next step would.
         let evaluated = observer
             .evaluation
             .as_ref()
@@ -649,7 +649,7 @@ impl RunObserver<'_> {
         self.stopped.is_none() && self.next == ReportAnswer::Continue
     }
 
-    /// Returns the result of the run, whose model has had so many updates.
+    /// Returns the result of the run. `steps` is the number of updates of the model.
     fn outcome(self, steps: u64) -> RunOutcome {
         let (evaluation, metrics) = self
             .evaluation

@@ -33,8 +33,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(saving)
     }
 
-    /// True if the folder has the arrays of the last step, since a save of this trainer was begun
-    /// after it, or it was restored from there.
+    /// True if the arrays after the last step are in this folder: a save of them was begun, or they
+    /// were restored from it.
     fn is_saved(&self, to: &Checkpoints) -> bool {
         self.saved
             .as_ref()

@@ -340,8 +340,8 @@ impl CallPlan {
     ///
     /// # Errors
     ///
-    /// If the inputs do not fit the kernel's mesh and shardings, if the kernel refuses the shapes,
-    /// or if its signature contradicts the inputs, the outputs or the mesh.
+    /// If the inputs do not fit the kernel's mesh and shardings, or the kernel refuses the shapes.
+    /// If its signature contradicts the inputs, the outputs or the mesh.
     pub(super) fn new<K: Kernel>(
         jit: &Jit<K>,
         runtime: &Arc<Runtime>,

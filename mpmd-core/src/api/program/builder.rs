@@ -248,10 +248,11 @@ impl Builder {
     ///
     /// It recomputes calls on one device, with the whole of arrays in device memory and host values
     /// as inputs. Other calls are not checked: those that donate inputs, have objects or
-    /// collectives, or use partial sums. Nothing is checked in a job of one process, if a process
-    /// has no device, on the only process with a kind of devices, and in dry runs. A step that is
-    /// [captured](crate::Program::capture) recomputes in each replay the calls that it has
-    /// recomputed at capture; a pipeline captures its steps anew after 16 replays.
+    /// collectives, or use partial sums. Nothing is checked in dry runs, in a job of one process,
+    /// or if a process has no device. Nothing is checked on a process that alone has a kind of
+    /// devices. A step that is [captured](crate::Program::capture) recomputes in each replay the
+    /// calls that it has recomputed at capture; a pipeline captures its steps anew after 16
+    /// replays.
     ///
     /// The same inputs must give the same bits on every process: kernels without state of their own
     /// and without atomic additions in any order, and processors of one model. A recomputed call
@@ -305,8 +306,8 @@ impl Builder {
         self
     }
 
-    /// Sets the function that finds facts about this process that must be equal on all processes of
-    /// the job, such as options of the program and hashes of files. By default there are none.
+    /// Sets the function that finds facts about this process, such as program options and hashes of
+    /// files. They must be equal on all processes of the job. By default there are none.
     ///
     /// It is called before this process joins its job, and again when a process that has waited
     /// gets a place. Processes that differ do not form a job: all get an error with the facts and
@@ -564,7 +565,7 @@ impl Builder {
             .iter()
             .find(|size| size.processes as usize == processes);
         let all = topology.devices().len();
-        // A replacement may have the place of a lost process whatever the layout says.
+        // A replacement may have the place of a lost process under any layout.
         let devices = size.map_or(all, |size| size.devices as usize);
         let is_unchanged = processes == topology.processes() && devices == all;
         let counts = match is_unchanged {

@@ -177,8 +177,8 @@ impl Candidate {
     }
 }
 
-/// Checks that this process and the other members fit together, and exchanges what all must know
-/// of the devices. Returns this process's transport, and the topology with hosts and GPUs.
+/// Checks that this process and the other members fit together, and exchanges the hosts and GPUs of
+/// all devices. Returns this process's transport, and the topology with hosts and GPUs.
 fn agree(
     membership: &Membership,
     builder: &Builder,
@@ -256,7 +256,7 @@ impl Membership {
     }
 }
 
-/// Describes the wait of a process for others whose programs have not left the epoch before.
+/// Describes the wait of a process for others that have not left the epoch before.
 fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) -> String {
     let busy: Vec<_> = busy.iter().map(ToString::to_string).collect();
     format!(

@@ -303,7 +303,7 @@ fn join(
     candidate.join(builder, topology)
 }
 
-/// Warns the user of a token that others can guess, and of a process that was added to a job that
+/// Warns the user if others can guess the job's token, or if this process was added to a job that
 /// has no place for it.
 fn warn_before_join(builder: &Builder, env: &JobEnv, is_returning: bool) {
     if env.token_is_guessable && env.process.index() == 0 {

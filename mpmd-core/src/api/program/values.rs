@@ -58,8 +58,8 @@ impl Program {
     ///
     /// Values of up to 4 KiB are hashed whole. Of larger ones, the hash has the length and 64
     /// blocks of 64 bytes at equal distances. It has them whole at the calls 1, 2, 4, 8 and so on
-    /// with the same number of bytes, at few others, and at all calls if `check_uncommitted` is
-    /// set. So a call costs less than a microsecond for each of its values in the long run.
+    /// with the same number of bytes, and at few others. With `check_uncommitted` it always has
+    /// them whole. So a call costs less than a microsecond for each of its values in the long run.
     pub(crate) fn hash_values(&mut self, arrays: &[&MpmdArray]) -> Option<u64> {
         let mut hash: Option<Rolling> = None;
         let mut of_large = None;

@@ -213,9 +213,9 @@ impl Program {
         moved.pop().expect("one was moved")
     }
 
-    /// Issues a move of arrays by their plans as one operation, or issues it again in a replay, and
-    /// appends handles to the results to `moved`. Starts this process's part, and releases the
-    /// local shards of donated sources.
+    /// Issues a move of arrays by their plans as one operation, or issues it again in a replay.
+    /// Starts this process's part, and releases the local shards of donated sources. Appends
+    /// handles to the results to `moved`.
     fn issue_put(
         &mut self,
         call: PutCall<'_>,

@@ -79,8 +79,8 @@ impl Program {
     ///
     /// Each region of an array is copied to memory of its first device's process, and to that of
     /// another process: on another host if there is one. The copies are freed once a newer commit
-    /// is known to be whole on every process, so there are two to three copies of the state in the
-    /// memory of each of the two processes.
+    /// is known to be whole on every process. So each of the two processes has two to three copies
+    /// in its memory.
     ///
     /// Does not wait for the copies. But no more than two commits may be on their way: until one of
     /// them is known to be whole on every process, a third call blocks. A commit has all of the

@@ -37,8 +37,8 @@ pub(super) struct ArrayToCopy<'a> {
 pub(super) struct IssuedCopies {
     /// The copies of this process, to be filled.
     pub(super) made: Arc<Mutex<Vec<RegionCopy>>>,
-    /// An array whose shard of each process is its word. It is there once that process has made its
-    /// copies.
+    /// An array with a shard for each process: its `word`. The shard is there once that process has
+    /// made its copies.
     pub(super) whole: MpmdArray,
 }
 
@@ -67,7 +67,7 @@ struct CommitCopying {
     memory: Pool,
     made: Arc<Mutex<Vec<RegionCopy>>>,
     state: Mutex<CopyingState>,
-    /// The value of the resolver: what this process asks for.
+    /// The value of this process's shard of [`IssuedCopies::whole`]: the requests of this process.
     word: u64,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,

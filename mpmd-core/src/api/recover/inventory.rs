@@ -89,8 +89,8 @@ impl Commits {
             .collect()
     }
 
-    /// Drops the copies whose bytes have changed since they were made: the other process may have a
-    /// better one. The copy workers read all of them. Blocks until they have.
+    /// Drops the copies with bytes that have changed since they were made: the other process may
+    /// have an intact one. The copy workers read all of them. Blocks until they have.
     fn drop_damaged(&self, p: &Program, at: &'static Location<'static>) {
         let runtime = &p.runtime;
         let (found, damaged) = mpsc::channel();

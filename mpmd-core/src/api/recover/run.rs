@@ -145,9 +145,9 @@ impl RecoveringBuilder {
     /// Drops a process that has become slower by more than `factor`, at least 1.5: a spare has its
     /// place then, or the job [shrinks](OnLoss::Shrink). Off by default.
     ///
-    /// Compared is the time from commit to commit in which a process's kernels run on CPU devices,
-    /// or the process cannot run since the system has stopped it: the median of the last twelve
-    /// with that of the first twelve of the epoch, beyond the change of the other processes. A line
+    /// Compares times from commit to commit: those in which a process's kernels run on CPU devices,
+    /// or the system has stopped the process. The median of the last twelve is compared with that
+    /// of the first twelve of the epoch. The change of the other processes does not count. A line
     /// on process 0 says which process it was, with the times. On the process that is dropped,
     /// [`RecoveringBuilder::run`] returns `None`. Only in a job that shrinks.
     pub fn drop_slow(mut self, factor: f64) -> Self {

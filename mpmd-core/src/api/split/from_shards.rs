@@ -44,9 +44,9 @@ impl Program {
     /// # Errors
     ///
     /// If the sharding does not fit the shape. If a shard is uncommitted, donated or of another
-    /// dtype than the first, is on several devices or on one without a region, has another shape
-    /// than the region, or another memory kind. If a device has no shard, or two. The error is the
-    /// same on every process, and nothing is donated.
+    /// dtype than the first. If it is on several devices or on one without a region. If it has
+    /// another shape than the region, or another memory kind. If a device has no shard, or two. The
+    /// error is the same on every process, and nothing is donated.
     #[track_caller]
     pub fn array_from_shards(
         &mut self,

@@ -173,12 +173,13 @@ impl Members {
         }
     }
 
-    /// Returns the number of a process among them.
+    /// Returns the index of a process in `processes`. `None` if it is not there.
     pub(super) fn place_of(&self, process: ProcessId) -> Option<usize> {
         self.processes.iter().position(|member| *member == process)
     }
 
-    /// Returns the number of a device among theirs.
+    /// Returns the number of a device among those of the group's processes. `u32::MAX` if it has
+    /// none.
     pub(super) fn number_of(&self, device: DeviceId) -> u32 {
         self.numbers.get(&device).copied().unwrap_or(u32::MAX)
     }

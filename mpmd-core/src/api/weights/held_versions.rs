@@ -23,7 +23,7 @@ pub(super) struct HeldVersions<'a> {
     pin: Option<u64>,
     /// The changes since the subscriber's version, by own shard.
     changes: Option<Vec<ChangedPlaces>>,
-    /// The regions of own shards whose hashes are computed with each version for this link.
+    /// The regions of own shards to hash with each version for this link.
     hashed: HashSet<HashedRegion>,
 }
 

@@ -315,7 +315,7 @@ fn check_told(
     }
 }
 
-/// Returns the piece for a part of the wanted leaf `leaf`, whose index is `to`.
+/// Returns the piece for a part of the wanted leaf `leaf`, which has the index `to`.
 fn piece(
     offered: &[OfferedLeaf],
     to: usize,

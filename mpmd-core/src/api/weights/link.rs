@@ -70,7 +70,7 @@ pub(super) struct SubscriberTurn {
     pub(super) publication: u64,
     /// The next version is to be above this one.
     pub(super) above: Option<u64>,
-    /// The version whose bits it has, to be changed.
+    /// The version to which changes can be applied: every process of the subscriber has its bits.
     pub(super) base: Option<u64>,
     /// True if all its processes have room for a version.
     pub(super) has_room: bool,
@@ -111,7 +111,7 @@ pub(super) trait PublisherLink {
     fn choose(&mut self, number: u64);
     /// Returns the bytes of the changes of each piece since `base`; `None` for unknown ones.
     fn change_bytes(&mut self, pieces: &[LeafPiece], base: u64, number: u64) -> Vec<Option<u64>>;
-    /// Returns the source's bits of a piece on one of its devices, where the piece has `region`.
+    /// Returns the bits of `region`, one of the piece's [sources](LeafPiece::sources).
     fn bits(&mut self, piece: &LeafPiece, region: &Region) -> Result<SharedBuffer>;
     /// Appends the note about a piece's `common` region: its hash, and its changes if wanted.
     fn note(&mut self, piece: &LeafPiece, common: &Region, changes: bool, to: &mut Vec<u8>);
@@ -141,7 +141,7 @@ pub(super) trait SubscriberLink {
         arrived: ArrivedPiece,
         hash: u64,
     ) -> std::result::Result<(), VersionRefusal>;
-    /// Takes the version whose pieces have arrived.
+    /// Takes a version after all its pieces have arrived.
     fn take(
         &mut self,
         version: VersionNumbers,
@@ -237,10 +237,10 @@ struct VersionLink {
     pin: Cell<Option<u64>>,
 }
 
-/// How a version moves.
+/// The version of a turn, and the form in which its pieces move.
 struct VersionMove<'a> {
     version: VersionNumbers,
-    /// For each piece, if its changes travel, and not all of it.
+    /// For each piece, true if only its changed elements travel.
     changed: &'a [bool],
     /// True if the subscriber's processes copy the memory that they are lent.
     copies: bool,
@@ -248,7 +248,7 @@ struct VersionMove<'a> {
 
 /// The pieces and notes on their way to a subscriber's process.
 struct VersionArrivals<'a> {
-    /// For each piece, if its changes come, and not all of it.
+    /// For each piece, true if only its changed elements come.
     changed: &'a [bool],
     /// True if memory that is lent is to be copied.
     copies: bool,

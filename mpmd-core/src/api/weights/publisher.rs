@@ -400,16 +400,16 @@ impl Publisher {
     /// Gives out the tree as a version. Every process must call it with the same numbers, in
     /// ascending order. The leaves must be as in [`Program::publisher`].
     ///
-    /// Blocks while the copy of the version before is being made, otherwise not: the copy of this
-    /// one begins when its values are there, on a thread of its own. The arrays may be donated at
-    /// once: an operation that takes over memory which is not copied yet gets other memory.
+    /// Blocks while the copy of the version before is being made, otherwise not: a thread of its
+    /// own copies this one once its values are there. The arrays may be donated at once: an
+    /// operation that takes over memory which is not copied yet gets other memory.
     ///
-    /// A version whose arrays fail ends all links.
+    /// If an array of a version fails, all links end.
     ///
     /// # Errors
     ///
-    /// If the number is not above the one before, or a leaf is another than in
-    /// [`Program::publisher`]. The same on every process.
+    /// If the number is not above the one before. If a leaf has another path, shape or dtype than
+    /// in [`Program::publisher`]. The same on every process.
     #[track_caller]
     pub fn publish<T: Tree<Leaf = MpmdArray>>(&mut self, number: u64, tree: &T) -> Result<()> {
         let at = Location::caller();
@@ -461,7 +461,7 @@ impl Publisher {
         Ok(())
     }
 
-    /// Gives the copying thread a version, whose values come to it once they are computed.
+    /// Gives the copying thread a version. Its values follow once they are computed.
     fn start_copy(&self, number: u64, leaves: &[(String, &MpmdArray)]) {
         *self.shared.copying.lock() += 1;
         let (sender, values) = mpsc::channel();

@@ -18,7 +18,7 @@ use mpmd_proto::Failure;
 
 use super::bits::{ChangedPlaces, cast, hash};
 
-/// Number of versions whose bits are kept: processes may be a version apart.
+/// Number of versions to keep the bits of: processes may be a version apart.
 const VERSIONS: usize = 2;
 /// Readers may have the memory of this many versions, with those that are kept. Beyond, they copy.
 const LENT: u64 = 6;
@@ -72,11 +72,11 @@ pub(super) struct StoredVersion {
     /// The number of the version before.
     before: Option<u64>,
     pub(super) bits: Vec<SharedBuffer>,
-    /// The hashes of the regions that links have asked for.
+    /// The hashes of the regions that links have asked for, by own shard.
     pub(super) hashes: Vec<HashMap<Region, u64>>,
 }
 
-/// A region of an own shard whose hash is computed with each version.
+/// A region of an own shard. Its hash is computed with each version.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct HashedRegion {
     /// Index of the own shard.
@@ -114,7 +114,7 @@ struct StoreState {
     /// Links wait for the first versions from these numbers on. Those that would be gone are kept.
     pins: Vec<u64>,
     pinned: Vec<Arc<StoredVersion>>,
-    /// The regions of own shards whose hashes links need, with the number of these links.
+    /// The regions that links need the hashes of, with the number of these links.
     hashed: BTreeMap<HashedRegion, usize>,
     steps: VecDeque<ChangeStep>,
     /// Why there will be no further version.

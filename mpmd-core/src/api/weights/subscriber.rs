@@ -229,7 +229,7 @@ struct SubscriptionProgress {
 /// The intake of a program that takes versions as arrays.
 #[derive(Default)]
 struct LatestVersions {
-    /// At most one, and one whose end this process has not heard.
+    /// At most two: one that is whole, and one of which this process does not know yet if it is.
     taken: VecDeque<Received>,
     /// The newest that every process has.
     whole: Option<VersionNumbers>,

@@ -70,7 +70,7 @@ pub(super) struct Taking {
 struct Publications {
     /// The id of the last one.
     last: Option<String>,
-    /// Number of those before it.
+    /// Number of publications before the last one.
     before: u64,
     /// The newest version of the last one that is whole on every process.
     version: Option<u64>,
@@ -216,7 +216,7 @@ pub(super) struct IntakePanic {
     panic: String,
 }
 
-/// An intake whose panics are the subscription's trouble.
+/// An intake. A panic in it becomes an error of the subscription.
 struct Guarded {
     intake: Box<dyn Intake>,
     shared: Arc<SubscriptionShared>,
@@ -264,19 +264,19 @@ type Bits = HashMap<PieceShard, SharedBuffer>;
 /// The part of this process in one link.
 struct Taker<'a> {
     taking: &'a mut Taking,
-    /// The number in the link of this job's first device.
+    /// The number that this job's first device has in the link.
     first: u32,
     /// The bits of the last whole version, if they are kept, and of the one that comes.
     bits: Bits,
     fresh: Bits,
-    /// The version whose bits all processes keep.
+    /// The version of which all processes keep the bits.
     base: Option<u64>,
     refused: RefusalCount,
     /// The version that was taken and has not ended.
     taken: Option<TakenVersion>,
 }
 
-/// How often the same version was refused.
+/// Counts consecutive refusals of the same version.
 #[derive(Default)]
 struct RefusalCount {
     /// The version that was refused last, if `count` is not 0.

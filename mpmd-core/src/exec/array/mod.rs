@@ -120,7 +120,7 @@ struct Donation {
 
 /// Numbers of an array's devices.
 struct DeviceCounts {
-    /// Those that this process owns.
+    /// Number of devices that this process owns.
     here: usize,
     all: usize,
 }
@@ -133,11 +133,10 @@ impl MpmdArray {
     /// Values that a process has of its own, such as its part of a batch, are for
     /// [`Program::array_from_fn`](crate::Program::array_from_fn).
     ///
-    /// Processes compare a hash of the values that an operation takes. It has all values of up to
-    /// 4 KiB. Of larger ones it has 64 blocks of 64 bytes. It has the whole at the calls 1, 2, 4, 8
-    /// and so on with about as many bytes of such values, and at few others. It has the whole at
-    /// every call in debug builds, and if
-    /// [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
+    /// Processes compare a hash of the values that an operation takes. It has all values of up to 4
+    /// KiB. Of larger ones it has 64 blocks of 64 bytes. It has them whole at the calls 1, 2, 4, 8
+    /// and so on with about as many bytes, and at few others. It has them whole at every call in
+    /// debug builds, and if [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
     /// `MPMD_CHECK=uncommitted` is set.
     pub fn from_host(values: HostArray) -> Self {
         Self {
@@ -326,8 +325,8 @@ impl Made {
 }
 
 impl Origin {
-    /// Returns a word that differs for all arrays of a program, as long as there are fewer than
-    /// 2^40 operations.
+    /// Returns a word that is different for each array of a program, as long as there are fewer
+    /// than 2^40 operations.
     fn word(self) -> u64 {
         self.op ^ u64::from(self.leaf) << 40
     }

@@ -15,7 +15,7 @@ pub(crate) struct JobTime {
     lost: Duration,
     /// The moment of the last loss of a process; `None` once the job is back at step `reached`.
     behind: Option<Instant>,
-    /// The newest step whose commit was asked for.
+    /// The newest step that the program has asked to commit.
     pub(crate) reached: u64,
 }
 
@@ -54,7 +54,8 @@ impl JobTime {
         self.lost + self.behind.map(since).unwrap_or_default()
     }
 
-    /// Takes over what the processes of the earlier epoch have said, after a loss.
+    /// Takes over the times and the step that the processes of the earlier epoch have told, after a
+    /// loss.
     pub(crate) fn learn(&mut self, age: Duration, lost: Duration, reached: u64) {
         *self = Self {
             at: now(),

@@ -163,7 +163,7 @@ impl Runtime {
     }
 
     /// Starts a thread that counts the time in which this process cannot run, as when it is stopped
-    /// or its machine stands still, until the process leaves the job.
+    /// or its machine stands still. The thread ends when the process leaves the job.
     pub(crate) fn watch_stalls(self: &Arc<Self>) {
         let weak: Weak<Self> = Arc::downgrade(self);
         let stopped = self.stopped.clone();

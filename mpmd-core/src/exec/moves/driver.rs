@@ -190,7 +190,7 @@ impl Runtime {
         }
     }
 
-    /// Posts a piece whose memory is lent to the peer. The operation stays in flight until the peer
+    /// Posts a piece and lends its memory to the peer. The operation stays in flight until the peer
     /// has taken the piece.
     fn post_lent(self: &Arc<Self>, to: ProcessId, header: Header, piece: Outgoing) {
         let Outgoing {
@@ -218,8 +218,8 @@ impl Runtime {
         }
     }
 
-    /// Posts a piece whose bytes the transport sends. The operation stays in flight until they have
-    /// left.
+    /// Posts a piece that the transport sends as bytes. The operation stays in flight until they
+    /// have left.
     fn post_bytes(self: &Arc<Self>, to: ProcessId, header: Header, piece: Outgoing) {
         let Outgoing {
             buffer,

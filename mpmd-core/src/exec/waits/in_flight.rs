@@ -119,7 +119,8 @@ pub(crate) struct AheadOf {
 }
 
 impl OpCounts {
-    /// Returns the operations that have not ended, and what others have left at peers.
+    /// Returns the number and bytes of operations that have not ended, plus those of payloads that
+    /// peers keep.
     pub(crate) fn ahead(&self) -> AheadOf {
         AheadOf {
             ops: self.ops + self.left,

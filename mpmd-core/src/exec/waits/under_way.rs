@@ -77,13 +77,13 @@ pub(crate) struct LentTicket {
     pub(crate) state: HandedOver,
 }
 
-/// A loan to a peer that takes nothing more.
+/// A loan that was refused, since the peer takes nothing more.
 pub(crate) struct RefusedLoan {
     pub(crate) loan: OnLoan,
     pub(crate) operation: OpGuard,
 }
 
-/// The end of a send, as far as there is something to end.
+/// The parts of a send that ends: each is `None` if there is none to end.
 pub(crate) struct EndedSend {
     /// The loan to drop.
     pub(crate) loan: Option<OnLoan>,

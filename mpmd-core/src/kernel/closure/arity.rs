@@ -75,7 +75,7 @@ impl<I: Tree<Leaf = MpmdArray>, O: ClosureOutputs> InferShapes<(), I, O> for lik
     }
 }
 
-/// Implements `ClosureOutputs` for this many arrays.
+/// Implements `ClosureOutputs` for a tuple with an array for each name.
 macro_rules! outputs {
     ($($y:ident)+) => {
         impl ClosureOutputs for arrays!($($y)+) {

@@ -142,7 +142,7 @@ where
     }
 }
 
-/// Returns an error that names the first leaf whose dtype differs from the one in `expected`.
+/// Returns an error that names the first leaf with another dtype than in `expected`.
 pub(crate) fn check_dtypes(
     kind: &str,
     shapes: &impl Tree<Leaf = ShapedArray>,

@@ -28,7 +28,8 @@ pub(super) struct Leavers {
     pub(super) are_needed: bool,
     /// The newest epoch of which a commit was whole.
     whole: Option<u64>,
-    /// Number of leavers that waited at the service before this one, and have not come yet.
+    /// Number of leavers that waited at the service before this one, and have not come to this one
+    /// yet.
     pub(super) awaited: u32,
 }
 

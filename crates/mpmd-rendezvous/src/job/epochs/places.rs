@@ -165,7 +165,7 @@ impl Epochs {
         let key = wish.identity.key;
         let had_it = |process: &ProcessId| match &self.before[process.index()] {
             Some(former) => former.key == key,
-            // The process that ran the service before, whose mark nobody knows.
+            // The process that ran the service before: no other process knows its mark.
             None => wish.leaves && wish.process == *process && !self.vacant[process.index()],
         };
 
@@ -302,7 +302,7 @@ impl Epochs {
         Some(self.spares.remove(at))
     }
 
-    /// Refuses the spares whose program, options or files differ from those of the job.
+    /// Refuses the spares with another program, other options or other files than the job's.
     pub(super) fn refuse_others(&mut self, actions: &mut JobActions) {
         for spare in std::mem::take(&mut self.spares) {
             let number = self
@@ -334,8 +334,8 @@ impl Epochs {
         }
     }
 
-    /// Begins an epoch with the processes that have a place, and with spares for whom there is room
-    /// beyond them.
+    /// Begins an epoch with the processes that have a place. Gives spares further places as far as
+    /// the program allows it.
     pub(super) fn begin(&mut self, actions: &mut JobActions) {
         self.seats.retain(Option::is_some);
         self.refuse_others(actions);
@@ -397,8 +397,8 @@ impl Epochs {
         }
     }
 
-    /// Returns an error if the program of a new member, its options or its files differ from those
-    /// of the job so far, or of a process that has joined.
+    /// Returns an error if the program, options or files of a new member differ from those of the
+    /// job so far. The same if they differ from those of another process that has joined.
     pub(super) fn differs(
         &self,
         process: ProcessId,

@@ -89,7 +89,7 @@ pub struct SimulationReport {
 }
 
 impl SimulationReport {
-    /// Returns the report of a job whose threads have all ended, so that nothing is about to be
+    /// Returns the report of a job. All its threads must have ended, so that nothing is about to be
     /// dropped.
     fn of(report: WorldReport, parts: SimulatedParts) -> Self {
         let WorldReport {
@@ -164,7 +164,7 @@ impl Simulation {
     }
 
     /// Injects a fault: process `process` disappears without a message at this time after the start
-    /// of the job, in the middle of whatever it does.
+    /// of the job, at any point of its work.
     pub fn lose_after(self, process: ProcessId, after: Duration) -> Self {
         self.add_fault(after, SimulatedFault::Lose(process))
     }

@@ -79,7 +79,7 @@ struct ShardEnding {
     state: Mutex<ShardEndState>,
 }
 
-/// What is left until the end of a shard.
+/// The progress of a shard towards its end.
 struct ShardEndState {
     /// Copies that are not over, plus one until the shard is issued or has failed.
     left: usize,

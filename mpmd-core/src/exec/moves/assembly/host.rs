@@ -94,7 +94,7 @@ struct OpenHostShard {
 
 /// The memory of a shard that still takes pieces.
 enum HostShardMemory {
-    /// Reserved until the first piece needs it.
+    /// The memory is reserved. It is allocated when the first piece needs it.
     Reserved(Reservation),
     Here(OwnedBuffer),
     /// Split into parts, which are lent to those that write pieces.

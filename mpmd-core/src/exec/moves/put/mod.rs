@@ -399,7 +399,7 @@ impl TargetShard {
     }
 }
 
-/// Compiles the additions of the shards whose partial sums are added on an accelerator.
+/// Compiles the additions for the shards that add partial sums on an accelerator.
 fn prepare_sums(
     runtime: &Runtime,
     targets: &[TargetShard],

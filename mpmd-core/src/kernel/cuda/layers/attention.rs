@@ -28,8 +28,8 @@ impl<'a> Heads<'a> {
 
     /// Describes vectors in a matrix `[sequences * time, columns]`: heads are `head` columns apart.
     ///
-    /// So a matrix with query, key and value of each head side by side has `columns = heads * 3 *
-    /// dim` and `head = 3 * dim`. The parts begin at its elements 0, `dim` and `2 * dim`.
+    /// If query, key and value of each head are side by side, `columns` is `heads * 3 * dim`, and
+    /// `head` is `3 * dim`. Their parts begin at the elements 0, `dim` and `2 * dim` of the matrix.
     pub fn in_rows(
         part: impl Into<CudaPart<'a>>,
         time: usize,
@@ -127,8 +127,8 @@ impl CudaAttention<'_> {
     }
 
     /// Computes `out`, which has the shape of `q`. `normalizers`, `[batch, heads, queries, 2]` of
-    /// `f32`, becomes the largest score of each query and one over the sum of the exponentials, for
-    /// the backward pass.
+    /// `f32`, gets two numbers per query for the backward pass: the largest score, and one over the
+    /// sum of the exponentials.
     ///
     /// # Errors
     ///
@@ -241,8 +241,8 @@ impl CudaAttention<'_> {
         Ok(())
     }
 
-    /// Creates the call of a pass that has `count` tiles in shared memory, with the largest tiles
-    /// for which a block of the device has room.
+    /// Creates the call of a pass with `count` tiles in shared memory. Chooses the largest tiles
+    /// that fit in the shared memory of a block.
     fn call<'x>(
         &self,
         cuda: &'x Cuda<'x>,
@@ -268,8 +268,8 @@ impl CudaAttention<'_> {
         Ok((LayerCall::new(cuda, name, tiles.source, &q.part)?, tiles))
     }
 
-    /// Checks what both passes take; `of_queries` are arrays with vectors for queries. Returns true
-    /// if there is nothing to compute.
+    /// Checks the arguments that both passes take. `of_queries` are arrays with a vector for each
+    /// query. Returns true if there is nothing to compute.
     fn check(
         &self,
         call: &LayerCall<'_>,

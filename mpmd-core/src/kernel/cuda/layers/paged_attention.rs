@@ -55,8 +55,8 @@ pub struct PagedTokens<'a> {
 }
 
 impl PagedKeysValues<'_> {
-    /// Writes the keys and values of the tokens of a pass to their places. Heads of `k` and `v` are
-    /// of one sequence. A token whose block does not exist is left out.
+    /// Writes the keys and values of the tokens of a pass to their places. `k` and `v` are laid out
+    /// as for one sequence. Leaves out a token if its block does not exist.
     ///
     /// # Errors
     ///
@@ -101,9 +101,9 @@ impl PagedKeysValues<'_> {
     }
 
     /// Computes the causal attention of the queries of a pass, for `heads` heads, to the keys that
-    /// were written before. Each head of keys serves as many consecutive heads. A token's result has
-    /// the same bits whatever else is in the pass, and however its sequence was divided over
-    /// passes. A key whose block does not exist gives NaN.
+    /// were written before. Each head of keys serves as many consecutive heads. A token's result does not depend, to the
+    /// bit, on the rest of the pass or on the division of its sequence over passes. If the block of
+    /// a key does not exist, the result is NaN.
     ///
     /// # Errors
     ///

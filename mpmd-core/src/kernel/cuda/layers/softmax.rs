@@ -69,8 +69,8 @@ pub struct CudaCrossEntropy<'a> {
     pub classes: usize,
     /// The class of each row, of u8, u32 or i64.
     pub targets: CudaPart<'a>,
-    /// The weight of each row, `f32`. Without, each has weight 1. A row of weight 0 may have any
-    /// target.
+    /// The weight of each row, `f32`. Without it, each row has weight 1. A row of weight 0 may have
+    /// any target.
     pub weights: Option<CudaPart<'a>>,
 }
 
