@@ -376,8 +376,8 @@ pub mod __private {
     pub use mpmd_layout::__private::*;
 }
 
-/// The README's program, compiled. Tests of `mpmd-examples` run it.
-#[cfg(all(doctest, feature = "candle"))]
+/// The README's programs, compiled. Tests of `mpmd-examples` and of the outside crate run them.
+#[cfg(all(doctest, feature = "candle", feature = "job"))]
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
 

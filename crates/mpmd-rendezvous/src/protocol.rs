@@ -426,6 +426,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::too_many_lines, reason = "a table of cases")]
     fn fuzz_rendezvous_frames() {
         let (peer_timeout, process) = (Duration::from_secs(9), ProcessId(1));
         let member = JobMember {

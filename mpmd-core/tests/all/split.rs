@@ -294,6 +294,7 @@ fn a_donated_source_ends_and_its_memory_belongs_to_the_parts() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn invalid_cuts_and_joins_are_refused_without_effect() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 8).run(|p| {

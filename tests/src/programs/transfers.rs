@@ -14,6 +14,7 @@ fn chosen(p: &Program, devices: &[u32]) -> Result<Mesh> {
 }
 
 /// Moves small arrays between all kinds of shardings, and prints the shards of the results.
+#[expect(clippy::too_many_lines, reason = "a table")]
 pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let all = p.mesh(&[("d", 8)])?;
     let grid = p.mesh(&[("a", 2), ("b", 4)])?;

@@ -251,6 +251,7 @@ fn header(rng: &mut Rng, bytes: u64) -> Header {
 
 impl Liar {
     /// Says something as process `own`.
+    #[expect(clippy::too_many_lines, reason = "a table of cases")]
     fn say(&mut self, rng: &mut Rng, files: &[(OwnedFd, u64)], own: u32) {
         match rng.u8(..17) {
             0 | 1 => {
