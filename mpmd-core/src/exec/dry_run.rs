@@ -86,8 +86,8 @@ impl DryRunBuilder {
         self.process
     }
 
-    /// Notes the next operation. `takes` gives each input, and true if it is donated. `known` caches
-    /// the index of the descriptor, so that `descriptor` runs once.
+    /// Notes the next operation. `takes` gives each input, and true if it is donated. `known`
+    /// caches the index of the descriptor, so that `descriptor` runs once.
     pub(crate) fn operation<'a>(
         &self,
         note: OperationNote,

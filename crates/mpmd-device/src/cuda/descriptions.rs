@@ -6,7 +6,6 @@ use mpmd_memory::DevicePlace;
 use mpmd_proto::Failure;
 
 use super::CudaError;
-use super::first_uses::FirstUseError;
 use crate::collective::CollectiveKind;
 use crate::cuda::work::Types;
 use mpmd_layout::aval::DType;
@@ -55,21 +54,6 @@ impl RawArg {
             uses: Some(UsedMemory { place, writes }),
         }
     }
-}
-
-/// The times that the first uses of a CUDA device took, or the reasons why they failed.
-#[derive(Clone, Debug, serde::Serialize)]
-pub struct FirstUses {
-    /// Milliseconds to open the device: its context and streams.
-    pub open_ms: f64,
-    /// Milliseconds of the first allocation of device memory.
-    pub allocation_ms: Result<f64, FirstUseError>,
-    /// Milliseconds to compile a small source with NVRTC.
-    pub compilation_ms: Result<f64, FirstUseError>,
-    /// Milliseconds to initialise cuBLAS and to compute a small product of each dtype.
-    pub product_ms: Result<f64, FirstUseError>,
-    /// Milliseconds to pin 1 MiB of host memory that other processes can map.
-    pub pinning_ms: Result<f64, FirstUseError>,
 }
 
 /// A product of column-major matrices, as cuBLAS takes it, or a batch of products: `result[m, n] =

@@ -8,13 +8,27 @@ use mpmd_memory::{Arena, OutOfMemory, Pool};
 
 use super::compile;
 use super::context::Pinned;
-use super::descriptions::FirstUses;
 use super::error::CudaError;
 use super::gpu::Gpu;
 use super::kernels::ADD;
 
 /// The bytes that are pinned.
 const PINNED_BYTES: usize = 1 << 20;
+
+/// The times that the first uses of a CUDA device took, or the reasons why they failed.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct FirstUses {
+    /// Milliseconds to open the device: its context and streams.
+    pub open_ms: f64,
+    /// Milliseconds of the first allocation of device memory.
+    pub allocation_ms: Result<f64, FirstUseError>,
+    /// Milliseconds to compile a small source with NVRTC.
+    pub compilation_ms: Result<f64, FirstUseError>,
+    /// Milliseconds to initialise cuBLAS and to compute a small product of each dtype.
+    pub product_ms: Result<f64, FirstUseError>,
+    /// Milliseconds to pin 1 MiB of host memory that other processes can map.
+    pub pinning_ms: Result<f64, FirstUseError>,
+}
 
 /// The reason why a first use of a device failed. Its serialized form is its text.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -86,13 +86,11 @@ pub mod work;
 
 use mpmd_layout::region::Region;
 
-pub use descriptions::{
-    CommunicatorId, CublasProduct, FirstUses, Joint, NotJoined, Operand, RawArg,
-};
+pub use descriptions::{CommunicatorId, CublasProduct, Joint, NotJoined, Operand, RawArg};
 pub use device_room::DeviceRoom;
 pub use driver::{Attributes, Driver, GpuInfo, Uuid, cublas, found, nccl, nvrtc};
 pub use error::CudaError;
-pub use first_uses::{FirstUseError, first_uses};
+pub use first_uses::{FirstUseError, FirstUses, first_uses};
 pub use foreign_stream::ForeignHandle;
 pub use gpu::{Gpu, reach_each_other};
 pub use ipc::sharing;

@@ -73,8 +73,8 @@ impl<const N: usize> From<[usize; N]> for Sections {
 }
 
 impl Sections {
-    /// Returns the index range of each part of an axis of `mesh`. An error if the axis cannot be cut
-    /// so.
+    /// Returns the index range of each part of an axis of `mesh`. An error if the axis cannot be
+    /// cut so.
     pub(super) fn ranges(
         &self,
         mesh: &Mesh,

@@ -27,7 +27,6 @@ use serde::{Deserialize, Serialize};
 use super::buffers::DeviceBuffer;
 use super::layouts::{AskedLeaf, LeafPiece, OfferedLeaf, pieces};
 use super::store::PublicationEnd;
-use super::taker::IntakePanic;
 use crate::api::program::Program;
 use crate::api::recover::tell;
 use crate::error::{Error, Result};
@@ -151,6 +150,13 @@ pub(super) trait SubscriberLink {
     fn ended(&mut self, why: &str);
     /// Ends a version: all processes have taken it, or one has refused it for this reason.
     fn end(&mut self, version: VersionNumbers, bytes: u64, refused: Option<&str>);
+}
+
+/// A panic of an intake, with its message.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("the intake {panic}")]
+pub(super) struct IntakePanic {
+    pub(super) panic: String,
 }
 
 /// The reason why a process of a subscriber refuses a version.

@@ -18,8 +18,8 @@ use super::bits::{hash, read_changes};
 use super::group::{Invitation, LinkParty, Members, guarded};
 use super::layouts::{AskedLeaf, LeafPiece, WantedLeaf};
 use super::link::{
-    self, ArrivedPiece, LinkSide, PieceShard, SubscriberLink, SubscriberTurn, VersionNumbers,
-    VersionRefusal,
+    self, ArrivedPiece, IntakePanic, LinkSide, PieceShard, SubscriberLink, SubscriberTurn,
+    VersionNumbers, VersionRefusal,
 };
 use super::net::Net;
 use super::subscriber::{
@@ -207,13 +207,6 @@ impl Taking {
             state.versions += 1;
         });
     }
-}
-
-/// A panic of an intake, with its message.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("the intake {panic}")]
-pub(super) struct IntakePanic {
-    panic: String,
 }
 
 /// An intake. A panic in it becomes an error of the subscription.

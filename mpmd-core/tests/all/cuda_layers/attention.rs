@@ -120,7 +120,10 @@ fn gradients_that_fit_no_block_are_refused_by_size() {
     assert!(said.contains(expected), "{said}");
 }
 
-#[expect(clippy::too_many_lines, reason = "attention and its gradient in full, beside the call")]
+#[expect(
+    clippy::too_many_lines,
+    reason = "attention and its gradient in full, beside the call"
+)]
 fn check(case: Case, dtype: DType) {
     let [batch, heads, groups, queries, keys, dim] = case.sizes;
     // Queries, keys and values of one matrix if all have the same shape, else of two.

@@ -101,9 +101,9 @@ impl PagedKeysValues<'_> {
     }
 
     /// Computes the causal attention of the queries of a pass, for `heads` heads, to the keys that
-    /// were written before. Each head of keys serves as many consecutive heads. A token's result does not depend, to the
-    /// bit, on the rest of the pass or on the division of its sequence over passes. If the block of
-    /// a key does not exist, the result is NaN.
+    /// were written before. Each head of keys serves as many consecutive heads. A token's result
+    /// does not depend, to the bit, on the rest of the pass or on the division of its sequence over
+    /// passes. If the block of a key does not exist, the result is NaN.
     ///
     /// # Errors
     ///
