@@ -410,12 +410,12 @@ pub fn main(
 ///
 /// # Errors
 ///
-/// As for [`Program::broadcast_value`].
+/// As for [`Program::gather_value`].
 pub fn print_in_order(p: &mut Program, line: impl fmt::Display) -> crate::Result<()> {
-    for process in (0..p.processes() as u32).map(ProcessId) {
-        let line = p.broadcast_value(process, String::new(), || Ok(line.to_string()))?;
-        if p.process() == ProcessId(0) && !p.is_dry_run() {
-            println!("process {process}: {}", printable(&line));
+    let lines = p.gather_value(String::new(), || Ok(line.to_string()))?;
+    if p.process() == ProcessId(0) && !p.is_dry_run() {
+        for (process, line) in lines.iter().enumerate() {
+            println!("process {process}: {}", printable(line));
         }
     }
     Ok(())
