@@ -90,14 +90,15 @@ pub enum Error {
     /// The transfers of a schedule cannot be put in order. The caller is at fault.
     #[error(transparent)]
     Lower(#[from] LowerError),
-    /// The rows of a schedule have no flow. The caller is at fault.
+    /// A schedule's rows of steps do not form a pipeline: see [`FlowError`]. The caller is at
+    /// fault.
     #[error(transparent)]
     Flow(#[from] FlowError),
     /// This process could not join the job: its rank or the addresses of the peers are missing or
     /// wrong.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// The secret of a job cannot be read or made.
+    /// The secret token of the job cannot be read or created.
     #[error(transparent)]
     Token(#[from] TokenError),
     /// Processes could not be connected.
@@ -117,12 +118,12 @@ pub enum Error {
     #[error("{0}")]
     Io(Arc<io::Error>),
     /// The epoch of the job ends after a commit, since its processes change: see
-    /// [`Program::commit`](crate::Program::commit). The program should return this error. It is
-    /// called again in the next epoch. Every process gets it. If it returns another error, the job
-    /// ends with that one.
+    /// [`Program::commit`](crate::Program::commit). Every process gets this error, and the program
+    /// should return it. The next epoch calls the program again. If the program returns another
+    /// error, the job ends with that error.
     #[error("this epoch of the job is over after the last commit: {why}")]
     EpochOver {
-        /// The change.
+        /// The change of the job's processes, in words.
         why: Arc<str>,
     },
     /// [`Commits::restore`](crate::Commits::restore) finds no commit that is whole: both processes
@@ -132,12 +133,13 @@ pub enum Error {
          checkpoint can help. Lost of {}", .lost.join("; of ")
     )]
     CommitsLost {
-        /// For each commit: its step and the arrays that lack regions.
+        /// The lost regions: for each commit, its step and the arrays that lack regions.
         lost: Vec<String>,
     },
 }
 
-/// An access that a view does not support. A bug of the kernel.
+/// An unsupported access to a [`View`](crate::kernel::View) or [`ViewMut`](crate::kernel::ViewMut).
+/// A bug of the kernel.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ViewError {
@@ -149,7 +151,7 @@ pub enum ViewError {
         /// The dtype of the elements.
         found: DType,
     },
-    /// The values are in the output that the signature aliases to this input.
+    /// The values are in the view of the output that the signature aliases to this input.
     #[error("this input is updated in place: its values are in the output it is aliased to")]
     InPlace,
     /// The bytes are not valid values of this dtype, such as a `bool` that is neither 0 nor 1.
@@ -165,7 +167,7 @@ pub enum ViewError {
     /// A single value was requested from a view of this number of elements, which is not 1.
     #[error("a single value was asked of a view of {0} elements")]
     NotScalar(usize),
-    /// The view has no object: it has numbers, or the object could not be made.
+    /// The view holds numbers, not an object, or its object could not be created.
     #[error("the view has no object")]
     NoObject,
     /// The object has another type than the kernel requested.
@@ -179,7 +181,7 @@ pub enum ViewError {
     /// An earlier call has taken the object out.
     #[error("the object was taken out by an earlier call")]
     ObjectTaken,
-    /// The call has the same object twice, or has not let go of it.
+    /// The call has the same object as two inputs, or still holds an earlier access to the object.
     #[error("the object is in use: the call has it twice")]
     ObjectInUse,
 }
@@ -264,8 +266,8 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// A call with wrong arguments. It is found when the operation is issued, alike on every process.
-/// The call takes no operation number and changes nothing.
+/// A call with wrong arguments. The error is found when the operation is issued, alike on every
+/// process. The call takes no operation number and changes nothing.
 #[derive(Clone, Debug)]
 pub struct IssueError {
     /// The line of the program that made the call.
@@ -303,10 +305,11 @@ pub enum IssueProblem {
     /// A tree does not fit its prefix, or a path names no leaf.
     #[error("{0}")]
     Tree(TreeError),
-    /// `build` was called without `outputs`.
+    /// [`JitBuilder::build`](crate::JitBuilder::build) was called without output shardings.
     #[error("missing output shardings: call `.outputs(…)` before `.build()`")]
     MissingOutputs,
-    /// `build` was called without `on`, or an output sharding is on other devices.
+    /// [`JitBuilder::build`](crate::JitBuilder::build) was called without a mesh, or an output
+    /// sharding is on other devices.
     #[error("{0}")]
     Mesh(String),
     /// An input lives on other devices than the kernel's mesh.
@@ -334,8 +337,8 @@ pub enum IssueProblem {
         /// The input's sharding.
         found: String,
     },
-    /// An input in host memory or with partial sums: `.inputs(…)` does not declare exactly its
-    /// sharding.
+    /// An input is in host memory or has partial sums, and `.inputs(…)` does not declare exactly
+    /// its sharding.
     #[error(
         "{}is sharded {found}; a kernel takes {property} only where `.inputs(…)` declares exactly \
          that sharding",
@@ -360,7 +363,8 @@ pub enum IssueProblem {
         /// The same sharding without unreduced axes.
         reduced: String,
     },
-    /// An array that is moved by way of another sharding is not sharded as the caller says.
+    /// An array that is moved by way of another sharding does not have the source sharding that the
+    /// caller gave.
     #[error("{}is sharded {found}, but is said to come from {expected}", leaf(.path))]
     SourceSharding {
         /// The leaf's path.
@@ -423,8 +427,7 @@ pub(crate) fn leaf(path: &str) -> String {
 }
 
 impl IssueProblem {
-    /// Returns the path of the leaf that the problem concerns, to be changed in place. `None` if
-    /// the problem names no leaf in a field.
+    /// Returns the path of the leaf at fault, for changes. `None` if the problem has no such field.
     pub(crate) fn path_mut(&mut self) -> Option<&mut String> {
         match self {
             Self::Sharding { path, .. }
@@ -449,7 +452,7 @@ impl IssueProblem {
     }
 }
 
-/// Returns the message of a panic.
+/// Returns the message in the payload of a caught panic.
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());

@@ -11,9 +11,9 @@ use mpmd_base::bytes_text;
 use rustix::fs::OFlags;
 use twox_hash::XxHash3_128;
 
-/// Bytes of a sample of a file.
+/// Size in bytes of one sample that [`hash_samples`] reads.
 const SAMPLE: u64 = 4096;
-/// The last second of the year 9999, since 1970.
+/// The last second of the year 9999, in seconds since 1970.
 const LAST_SECOND: u64 = 253_402_300_799;
 
 /// Opens a regular file for reading.
@@ -59,12 +59,13 @@ pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>> {
     }
 }
 
-/// Returns a hash of a part of a file: of its length and of up to `samples` samples of 4 KiB, which
-/// are spread evenly from its start to its end. If they cover it, of all its bytes.
+/// Returns a hash of the byte range `part` of a file: of the range's length and of up to `samples`
+/// samples of 4 KiB. The samples are spread evenly over the range. If they cover the range, all its
+/// bytes are hashed.
 ///
 /// # Errors
 ///
-/// If the file cannot be read, or ends before the part does.
+/// If the file cannot be read, or ends before `part` does.
 pub fn hash_samples(file: &File, part: Range<u64>, samples: u64) -> Result<u64> {
     let bytes = part.end.saturating_sub(part.start);
     let mut hash = XxHash3_128::new();

@@ -40,16 +40,16 @@ use mpmd_layout::aval::{DType, Element};
 /// bytes.
 ///
 /// A second round costs the latency of one more message: tens of microseconds between processes of
-/// a host. In a group of four it saves half of the bytes. From about this size on, these take as
-/// long, at 1 to 2 GB/s. The declared size decides, not that of the call, because all devices know
-/// it before any of them runs.
+/// a host. In a group of four devices it saves half of the bytes. From about this size on, sending
+/// the saved bytes would take as long, at 1 to 2 GB/s. The declared size decides, not that of the
+/// call, because all devices know it before any of them runs.
 pub const TWO_ROUNDS_FROM_BYTES: usize = 64 << 10;
 
 pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl Collective {
     /// Returns the flow of each round of the collective. `processes` are the owners of the group's
-    /// devices, by rank; `joined` says if the group [uses NCCL](Self::is_joined). A group of one
+    /// devices, by rank. `joined` is true if the group [uses NCCL](Self::is_joined). A group of one
     /// device has no rounds. A pure function: all devices of the group get the same result.
     pub(crate) fn rounds(&self, processes: &[ProcessId], joined: bool) -> Vec<RoundFlow> {
         let agree = joined.then_some(RoundFlow {
@@ -86,8 +86,8 @@ impl Collective {
         }
     }
 
-    /// Returns an upper bound, in bytes, for a message between two devices in any round. A call
-    /// never has more elements than declared.
+    /// Returns an upper bound, in bytes, for a message between two devices in any round. A call may
+    /// not have more elements than declared.
     pub(crate) fn most_bytes(&self) -> usize {
         self.aval.bytes().max(AGREEING_BYTES)
     }
@@ -105,7 +105,7 @@ pub(super) struct CollectiveCall<'a> {
     pub(super) index: usize,
     pub(super) declared: &'a Collective,
     pub(super) group: &'a CollectiveGroup,
-    /// The number of elements that this device calls it with.
+    /// The number of elements that this device passes to the call.
     pub(super) elements: usize,
 }
 
@@ -118,22 +118,23 @@ impl CollectiveCall<'_> {
         self.group.rank
     }
 
-    /// Returns the number of rounds for host values, without the one in which an NCCL group agrees.
+    /// Returns the number of rounds for host values. Excludes the round in which a group that uses
+    /// NCCL compares the call.
     fn rounds(&self) -> usize {
         self.group.rounds.len() - usize::from(self.group.joined)
     }
 
-    /// Returns the range of elements that belongs to `rank`.
+    /// Returns the range of elements in the segment for the device of rank `rank`.
     fn segment(&self, rank: usize) -> Range<usize> {
         share(self.elements, self.devices(), rank)
     }
 }
 
-/// A device's segment of the values of all devices.
+/// One device's segment of the values of every device of the group.
 struct ScatteredSegments {
-    /// The segment of each other device's values, by rank.
+    /// The segments from the other devices, by rank.
     parts: Vec<Option<SharedBuffer>>,
-    /// The segment of the device's own values.
+    /// The segment from the device's own values.
     mine: SharedBuffer,
 }
 
@@ -350,8 +351,8 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Sends `given` to every other device, waits for their parts, and copies the part of each rank
-    /// to `place(rank)` in `out`.
+    /// Sends `given` to every other device and waits for the parts of all devices. Copies the part
+    /// of each rank to the range `place(rank)` of `out`.
     fn gather<T: Element>(
         &mut self,
         call: &CollectiveCall<'_>,
@@ -401,9 +402,9 @@ impl<'a> Context<'a> {
         self.exchange.copy_in(bytemuck::cast_slice(values))
     }
 
-    /// Returns received bytes as elements, copied if the buffer is not aligned. Fails if they are
-    /// not valid values. Booleans are always copied before they are checked, because a peer that
-    /// lends them can still change them.
+    /// Casts received bytes to elements, with a copy if the buffer is not aligned. Fails if the
+    /// bytes are not valid values. Booleans are always copied before the check, because the peer
+    /// that lent the bytes can still change them.
     fn elements<'b, T: Element>(
         &self,
         call: &CollectiveCall<'_>,
@@ -436,9 +437,9 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Runs the next round with the devices of its flow: sends `give(rank)`, then blocks until
-    /// `count(rank)` elements have come from each sender. Returns the received buffers by rank,
-    /// `None` for ranks that send nothing. Fails if a received length differs.
+    /// Runs the next round of the current collective: sends `give(rank)` to each receiver, then
+    /// blocks until `count(rank)` elements have come from each sender. Returns the received buffers
+    /// by rank, `None` for ranks that send nothing. Fails if a received length differs.
     pub(super) fn step<T: Element>(
         &mut self,
         call: &CollectiveCall<'_>,
@@ -470,7 +471,7 @@ impl<'a> Context<'a> {
         Ok(parts)
     }
 
-    /// Creates the failure for a device at rank `from` that gives `found` bytes instead of
+    /// Creates the failure for a device of rank `from` that sent `found` bytes instead of
     /// `expected`.
     pub(super) fn lengths_differ(
         &self,
@@ -500,8 +501,8 @@ impl<'a> Context<'a> {
         ))
     }
 
-    /// Checks the next call against its declaration and returns it. Fails if verb, axis or dtype
-    /// differ from the declared ones, or if there are more elements than declared.
+    /// Checks the next call against its declaration and returns it. Fails if the verb, axis or
+    /// dtype differs from the declared one, or if there are more elements than declared.
     pub(super) fn begin(
         &self,
         verb: &'static str,

@@ -19,7 +19,8 @@ use mpmd_layout::aval::{DType, Element};
 #[cfg(doc)]
 use mpmd_layout::topology::CudaCollectives;
 
-/// Evaluates `$call` with `$t` as the type of elements of `$dtype`; for booleans, `$bool` instead.
+/// Evaluates `$call` with `$t` as the Rust type of the dtype `$dtype`; for booleans, evaluates
+/// `$bool` instead.
 macro_rules! with_type {
     ($dtype:expr, $t:ident => $call:expr, $bool:expr) => {
         match $dtype {
@@ -197,9 +198,9 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Waits for a copy of `from` to the host, runs `collective` there, and issues the copy of its
-    /// output to `to`. If the next collective uses NCCL, runs it on the device instead. Fails if
-    /// dtypes differ.
+    /// Runs the next collective on values of the device. Waits for a copy of `from` to the host,
+    /// runs `collective` there, and issues the copy of its output to `to`. If the collective uses
+    /// NCCL, runs it on the device instead. Fails if dtypes differ.
     fn between(
         &mut self,
         verb: &'static str,
@@ -239,8 +240,8 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Takes the device out of the context for a call and puts it back afterwards, even after a
-    /// panic.
+    /// Calls `collective` with the CUDA device taken out of the context. Puts the device back
+    /// afterwards, even after a panic.
     pub(super) fn apart_from_device(
         &mut self,
         collective: impl FnOnce(&mut Self, &mut CudaAccess<'a>) -> Result<()>,

@@ -44,21 +44,23 @@ impl Collective {
     }
 }
 
-/// The location of the values that a device of a joined group calls a collective with.
+/// The location of the values that a device passes to a collective of a group that uses NCCL.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ValueLocation {
-    /// Host memory: the collective runs as in any other group.
+    /// Host memory: the collective runs as in a group without NCCL.
     OfHost,
     OfDevice,
 }
 
-/// The message by which a device of a joined group checks a call with the others.
+/// The message by which a device compares its call with the other devices of a group that uses
+/// NCCL.
 struct CallNotice {
     values: ValueLocation,
     elements: usize,
     /// True if the device already has a communicator of the group.
     has_joined: bool,
-    /// The new id, from the first device if it has no communicator; else zeros.
+    /// The id for a new communicator, from the first device of the group. Zeros from other devices,
+    /// and if the first device already has a communicator.
     id: CommunicatorId,
 }
 
@@ -97,7 +99,8 @@ impl CallNotice {
     }
 }
 
-/// The length in bytes of the message by which a joined group checks a call.
+/// The length in bytes of a [`CallNotice`], the message that compares a call in a group that uses
+/// NCCL.
 pub(super) const AGREEING_BYTES: usize = CallNotice::BYTES;
 
 /// The NCCL communicators that a kernel's call has used.
@@ -115,10 +118,10 @@ impl UsedCommunicators {
         }
     }
 
-    /// Returns the final result of a kernel's call, which is an error if one of its communicators
-    /// was given up. `result` comes from the device, which skips such work as if it were done.
-    /// `failure` creates the call's failure from a reason. If a call with NCCL failed, also fails
-    /// the whole job.
+    /// Returns the final result of a kernel's call. `result` is the device's result. It is replaced
+    /// by an error if one of these communicators was given up: the device then skips the NCCL work
+    /// without an error. `failure` creates the call's failure from a reason. If a call with NCCL
+    /// failed, also fails the whole job.
     pub(crate) fn end(
         &self,
         runtime: &Arc<Runtime>,
@@ -144,7 +147,7 @@ impl UsedCommunicators {
     }
 }
 
-/// Returns the same failure with another message.
+/// Returns a copy of the failure with `words` as its message.
 fn reworded(failure: &Failure, words: &str) -> Arc<Failure> {
     Arc::new(Failure::new(
         failure.kind,
@@ -163,9 +166,9 @@ impl<'a> Context<'a> {
             .is_some_and(|group| group.joined)
     }
 
-    /// Issues the next collective to the device with NCCL, from the values at `from` to `to`, which
-    /// may be the same place. Blocks until all devices of the group have called it and NCCL has
-    /// issued it.
+    /// Issues the next collective to the device with NCCL, from the values at `from` to those at
+    /// `to`. Both may be the same memory. Blocks until all devices of the group have called the
+    /// collective and NCCL has issued it.
     pub(super) fn by_nccl(
         &mut self,
         verb: &'static str,
@@ -266,8 +269,8 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Issues the work of a collective that all devices have agreed on. Blocks until NCCL has
-    /// issued it, but does not wait for the device.
+    /// Issues the NCCL work of a collective after all devices have agreed on the call. Blocks until
+    /// NCCL has issued the work, but does not wait for the device.
     fn join(
         &mut self,
         cuda: Cuda<'_>,
@@ -313,8 +316,9 @@ impl<'a> Context<'a> {
         Ok(())
     }
 
-    /// Checks the next call, with host values, against its declaration and returns it. In a joined
-    /// group, also waits until all devices have called it and checks that they do with host values.
+    /// Checks the next call, which has host values, against its declaration and returns it. In a
+    /// group that uses NCCL, also waits for all devices to call it and checks that all pass host
+    /// values.
     pub(super) fn begin_on_host<T: Element>(
         &mut self,
         verb: &'static str,
@@ -338,8 +342,8 @@ impl<'a> Context<'a> {
         Ok(call)
     }
 
-    /// Runs the round in which a joined group checks a call: sends `told` and waits for the
-    /// messages of the other devices. Returns the id from the first device.
+    /// Runs the round in which a group that uses NCCL compares a call. Sends `told` and waits for
+    /// the messages of the other devices. Returns the communicator id from the first device.
     ///
     /// All devices detect a mismatch in the same way.
     fn agree_on(
@@ -417,7 +421,7 @@ impl<'a> Context<'a> {
         )
     }
 
-    /// Creates the failure of a collective that this device could not carry out with the others.
+    /// Creates the failure of a collective that this device could not run with NCCL.
     fn not_joined(&self, call: &CollectiveCall<'_>, why: &NotJoined) -> Arc<Failure> {
         match why {
             NotJoined::GivenUp(failure) => {

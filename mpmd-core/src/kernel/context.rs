@@ -18,9 +18,9 @@ use mpmd_layout::topology::{DeviceId, Mesh};
 #[derive(Debug)]
 pub(crate) struct MeshPosition {
     pub(crate) device: DeviceId,
-    /// Coordinates along the mesh's axes.
+    /// The device's coordinates along the mesh's axes.
     pub(crate) position: Vec<usize>,
-    /// The group of devices of each declared collective.
+    /// The group of devices for each declared collective.
     pub(crate) groups: Vec<CollectiveGroup>,
 }
 
@@ -41,7 +41,7 @@ pub struct Context<'a> {
     pub(super) called: usize,
     /// The number of finished rounds of the current collective.
     pub(super) round: usize,
-    /// The CUDA device, while the kernel issues work to it.
+    /// The kernel's CUDA device. `None` while the kernel cannot issue work to one.
     pub(super) on_cuda: Option<CudaAccess<'a>>,
     /// The NCCL communicators that this call has used.
     pub(super) joined: UsedCommunicators,
@@ -79,8 +79,8 @@ impl<'a> Context<'a> {
         self.on_cuda.as_ref().map(|on_cuda| on_cuda.cuda)
     }
 
-    /// Sets every byte of an output to zero, which is the zero of every dtype, on any kind of
-    /// device. On a CUDA device the work is only issued.
+    /// Sets every byte of an output to zero, which is the zero of every dtype. Works on any kind of
+    /// device. On a CUDA device this only issues the work.
     ///
     /// # Errors
     ///
@@ -151,25 +151,25 @@ impl<'a> Context<'a> {
         self.on_cuda.take().expect("nobody else takes it")
     }
 
-    /// Returns the guard that keeps the operation in flight, and the NCCL communicators that it has
-    /// used.
+    /// Returns the guard that keeps the operation in flight, and the NCCL communicators that the
+    /// call has used.
     pub(crate) fn into_guard(self) -> (OpGuard, UsedCommunicators) {
         (self.exchange.guard, self.joined)
     }
 
-    /// Returns true if the call has used NCCL. If a communicator is given up, the device passes
-    /// such work without doing it.
+    /// Returns true if the call has used NCCL. If such a communicator is given up, the device skips
+    /// its work without an error.
     pub(crate) fn has_joined(&self) -> bool {
         !self.joined.is_empty()
     }
 
-    /// Returns the number of declared collectives that were not called.
+    /// Returns the number of declared collectives that the kernel has not called.
     pub(crate) fn not_called(&self) -> usize {
         self.place.groups.len() - self.called
     }
 
-    /// Fails all remaining collectives. Devices that wait for this one get `failure`. Messages
-    /// still sent to this device are accepted, so that no sender blocks for ever.
+    /// Fails all remaining collectives. Devices that wait for this one get `failure`. Messages to
+    /// this device are still received, so that no sender blocks for ever.
     pub(crate) fn abandon(&mut self, failure: &Arc<Failure>) {
         while self.called < self.place.groups.len() {
             self.abandon_collective(failure);

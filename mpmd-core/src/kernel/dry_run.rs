@@ -8,8 +8,9 @@ use super::{Collective, agreeing};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
 use mpmd_record::dry_run::OpMessage;
 
-/// Returns the messages of collectives at their largest, in the order of their rounds: each device
-/// passes the declared number of elements. Bytes for several devices of one process are sent once.
+/// Returns the largest possible messages of the declared collectives, in the order of their rounds:
+/// each device passes the declared number of elements. Bytes for several devices of one process are
+/// sent once.
 ///
 /// # Errors
 ///

@@ -14,7 +14,7 @@ use mpmd_layout::region::Region;
 use mpmd_layout::tree::Tree;
 use mpmd_memory::OwnedBuffer;
 
-/// The shapes and the work of a [`HostKernel`].
+/// The shape inference and the computation of a [`HostKernel`].
 pub trait HostWork: Send + Sync + 'static {
     /// The structure of the inputs.
     type In: Tree<Leaf = MpmdArray>;
@@ -58,12 +58,12 @@ pub struct HostKernel<W> {
 }
 
 impl<W> HostKernel<W> {
-    /// Returns the work.
+    /// Returns the kernel's shape inference and computation.
     pub fn work(&self) -> &W {
         &self.work
     }
 
-    /// Changes the work.
+    /// Replaces the kernel's shape inference and computation by the result of `change`.
     #[must_use]
     pub fn map_work(self, change: impl FnOnce(W) -> W) -> Self {
         Self {
@@ -74,8 +74,8 @@ impl<W> HostKernel<W> {
 }
 
 impl<W: HostWork> HostKernel<W> {
-    /// Creates the kernel of a closure made at line `at`. `kind` begins its name. `captures` is
-    /// true if the closure has captured values.
+    /// Creates the kernel of a closure made at line `at`. `kind` is the first word of its name.
+    /// `captures` is true if the closure has captured values.
     pub fn closure(kind: &str, at: &'static Location<'static>, captures: bool, work: W) -> Self {
         Self {
             work,
@@ -83,7 +83,7 @@ impl<W: HostWork> HostKernel<W> {
         }
     }
 
-    /// Declares a value that the closure captures. May be repeated.
+    /// Declares a value that the closure captures. Call it once for each such value.
     ///
     /// Processes compare the text that `Debug` writes, so that all run the same kernel. A short
     /// text is shown in the kernel's name. A closure that captures values without any `with` is
@@ -129,7 +129,8 @@ impl<W> fmt::Debug for HostKernel<W> {
     }
 }
 
-/// Returns an error that names both regions if they differ. `first` and `second` name the arrays.
+/// Returns an error that names both arrays and their regions if the regions differ. `first` and
+/// `second` name the arrays.
 pub(super) fn check_region(
     first: &str,
     region: &Region,
@@ -144,16 +145,17 @@ pub(super) fn check_region(
     )))
 }
 
-/// Host buffers for the values of a call on a CUDA device, one for each leaf. Those of objects, and
-/// of inputs that are updated in place, are empty.
+/// Host buffers for the values of a call on a CUDA device, one for each leaf. Buffers of objects,
+/// and of inputs that are updated in place, are empty.
 struct HostCopies {
     given: Vec<OwnedBuffer>,
     results: Vec<OwnedBuffer>,
 }
 
 impl HostCopies {
-    /// Issues the copies to the host: of the inputs, and with `updates` of the outputs too. After
-    /// an error, the device may still write to the buffers that are there.
+    /// Issues copies of the inputs to the host. With `updates`, also copies the outputs; else only
+    /// allocates their buffers. After an error, the device may still write to the allocated
+    /// buffers.
     fn fetch(
         &mut self,
         cuda: &Cuda<'_>,
@@ -181,15 +183,15 @@ impl HostCopies {
 }
 
 impl Context<'_> {
-    /// Calls `run` with these values in host memory, and with a context for them.
+    /// Calls `run` with the views `x` and `y` in host memory.
     ///
     /// On a CUDA device, copies the inputs to the host, and the outputs too if inputs are updated
-    /// in place. Blocks until they are there. Then runs `run` and issues copies of the outputs to
-    /// the device. Other outputs of `run` start with arbitrary values.
+    /// in place. Blocks until these copies are done. Then calls `run` and issues copies of the
+    /// outputs to the device. Outputs that update no input start with arbitrary values.
     ///
     /// # Errors
     ///
-    /// If `run` fails, memory is out, or work of the device failed.
+    /// If `run` fails, there is no memory left, or work of the device failed.
     pub fn on_host<I: Tree<Leaf = MpmdArray>, O: Tree<Leaf = MpmdArray>>(
         &mut self,
         x: Views<'_, I>,

@@ -13,7 +13,7 @@ use mpmd_layout::region::Region;
 /// Returns a kernel that multiplies `[.., m, k]` by `[k, n]` to `[.., m, n]`, for `f32` and `f64`.
 ///
 /// All dimensions of the first array but the last count as rows. On CUDA devices cuBLAS multiplies,
-/// `f32` with its full precision.
+/// `f32` with full precision.
 ///
 /// # Errors
 ///

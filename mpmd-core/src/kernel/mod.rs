@@ -118,16 +118,16 @@ pub trait Kernel: Send + Sync + 'static {
         plain_name::<Self>()
     }
 
-    /// Returns the kernel's own parameters as words. Processes compare them to make sure that all
-    /// run the same kernel.
+    /// Returns the kernel's own parameters as 64-bit words. Processes compare them to make sure
+    /// that all run the same kernel.
     fn statics(&self) -> Vec<u64> {
         Vec::new()
     }
 
-    /// Returns the sources that the kernel launches on CUDA devices. They are prepared when the
-    /// kernel is bound to its mesh, so that nothing is compiled while it runs.
-    /// Include [`CUBLAS`](mpmd_device::cuda::source::CUBLAS) if the kernel multiplies matrices.
-    /// Called only if the kernel runs on CUDA devices.
+    /// Returns the CUDA sources from which the kernel launches functions. They are prepared when
+    /// the kernel is bound to its mesh, so that nothing is compiled while it runs. Include
+    /// [`CUBLAS`](mpmd_device::cuda::source::CUBLAS) if the kernel multiplies matrices. Called only
+    /// if the kernel runs on CUDA devices.
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
@@ -140,7 +140,7 @@ pub(crate) fn plain_name<T: ?Sized>() -> &'static str {
     plain.rsplit("::").next().unwrap_or(plain)
 }
 
-/// Returns the path `path` below the element `index` of a tuple.
+/// Returns a leaf's path in a tuple: `path` is its path within the element `index`.
 pub(crate) fn below(index: usize, path: &str) -> String {
     if path.is_empty() {
         index.to_string()

@@ -9,7 +9,7 @@ use super::collectives_nccl::AGREEING_BYTES;
 use super::signature::Collective;
 use crate::exec::RoundFlow;
 
-/// A message between two devices of a group. The devices are ranks in the group.
+/// A message between two devices of a group, given by their ranks.
 pub(crate) struct RankMessage {
     pub(crate) from: usize,
     pub(crate) to: usize,
@@ -17,9 +17,9 @@ pub(crate) struct RankMessage {
 }
 
 impl Collective {
-    /// Returns the messages of one round with this flow. `rounds` is the number of rounds of the
-    /// collective. `processes` are the owners of the group's devices, by rank. Bytes for several
-    /// devices of one process are counted once, at the first of them.
+    /// Returns the largest messages of one round, which has the flow `flow`. `rounds` is the number
+    /// of rounds of the collective. `processes` are the owners of the group's devices, by rank.
+    /// Bytes for several devices of one process are counted once, at the first of them.
     pub(crate) fn sent(
         &self,
         flow: &RoundFlow,
@@ -40,7 +40,7 @@ impl Collective {
     }
 }
 
-/// Returns the messages of the round in which a group that uses NCCL agrees on a call. `processes`
+/// Returns the messages of the round in which a group that uses NCCL compares a call. `processes`
 /// are the owners of the group's devices, by rank.
 pub(crate) fn agreeing(flow: &RoundFlow, processes: &[ProcessId]) -> Vec<RankMessage> {
     messages(flow, processes, |_, _| AGREEING_BYTES)

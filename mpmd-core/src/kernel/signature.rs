@@ -16,16 +16,16 @@ pub struct Signature<O> {
     pub(crate) outputs: O,
     pub(crate) aliases: Vec<(String, String)>,
     pub(crate) collectives: Vec<Collective>,
-    /// (path of an object among the outputs, bytes on each device).
+    /// Path of each output object with declared memory, and its bytes on each device.
     pub(crate) object_bytes: Vec<(String, u64)>,
 }
 
-/// A collective operation that a kernel declares, in the order of its calls.
+/// A collective that a kernel declares.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Collective {
     pub(crate) kind: CollectiveKind,
     pub(crate) axis: String,
-    /// The maximum shape of the values that each device gives.
+    /// The maximum shape of the values that each device passes.
     pub(crate) aval: ShapedArray,
 }
 
@@ -52,8 +52,9 @@ impl<O> Signature<O> {
         self
     }
 
-    /// Declares that the new object at path `output` takes `bytes` bytes on each device. They count
-    /// against the device's memory limit, and in estimates of memory, until the object is dropped.
+    /// Declares that the new object at path `output` takes `bytes` bytes on each device. The bytes
+    /// count against the device's memory limit, and in estimates of memory, until the object is
+    /// dropped.
     #[must_use]
     pub fn object_bytes(mut self, output: impl Into<String>, bytes: u64) -> Self {
         self.object_bytes.push((output.into(), bytes));
@@ -61,7 +62,7 @@ impl<O> Signature<O> {
     }
 
     /// Declares the kernel's next collective as [`Context::all_reduce`](super::Context::all_reduce)
-    /// over mesh axis `axis`. It sums at most as many elements per device as `aval` has.
+    /// over mesh axis `axis`. Each device passes at most as many elements as `aval` has.
     #[must_use]
     pub fn all_reduce(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.all_reduce_with(axis, aval, Reduce::Sum)
@@ -87,8 +88,8 @@ impl<O> Signature<O> {
     }
 
     /// Declares the kernel's next collective as
-    /// [`Context::reduce_scatter`](super::Context::reduce_scatter) over mesh axis `axis`. It sums
-    /// at most as many elements per device as `aval` has.
+    /// [`Context::reduce_scatter`](super::Context::reduce_scatter) over mesh axis `axis`. Each
+    /// device passes at most as many elements as `aval` has.
     #[must_use]
     pub fn reduce_scatter(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.reduce_scatter_with(axis, aval, Reduce::Sum)
@@ -107,18 +108,19 @@ impl<O> Signature<O> {
     }
 
     /// Declares the kernel's next collective as [`Context::all_to_all`](super::Context::all_to_all)
-    /// over mesh axis `axis`. Each device gives, to all devices together, at most as many elements
-    /// as `aval` has.
+    /// over mesh axis `axis`. Each device passes, for all receivers together, at most as many
+    /// elements as `aval` has.
     #[must_use]
     pub fn all_to_all(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.collective(CollectiveKind::AllToAll, axis, aval)
     }
 
     /// Declares the kernel's next collective as [`Context::permute`](super::Context::permute) over
-    /// mesh axis `axis`. It moves at most as many elements per device as `aval` has, by pairs
-    /// `(from, to)` of indices along the axis.
+    /// mesh axis `axis`. The values move by pairs `(from, to)` of indices along the axis. Each
+    /// device passes at most as many elements as `aval` has.
     ///
-    /// A kernel call is refused if an index is beyond the axis, or if a device gives or gets twice.
+    /// A kernel call is refused if an index is beyond the axis, or if a device is in two pairs as
+    /// sender or in two as receiver.
     #[must_use]
     pub fn permute(
         self,
@@ -162,7 +164,7 @@ pub(crate) enum CollectiveError {
     /// The mesh has no such axis.
     #[error(transparent)]
     Axis(#[from] MeshError),
-    /// A permutation has an index beyond the axis.
+    /// A permutation has an index that is not below the axis's size.
     #[error("axis {axis:?} has only {size} devices")]
     BeyondAxis { axis: String, size: usize },
     /// The dtype has no such reduction.

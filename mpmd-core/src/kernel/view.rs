@@ -10,8 +10,7 @@ use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Leaf;
 
-/// The region of a global array that a shard holds. Created once for each call shape and shared by
-/// all calls.
+/// The region of a global array that a shard holds. All calls of one shape share this object.
 #[derive(Debug)]
 pub(crate) struct ShardInfo {
     pub(crate) global: ShapedArray,
@@ -34,11 +33,11 @@ impl ShardInfo {
     }
 }
 
-/// The element type of a view of any dtype.
+/// The type parameter of a view whose element type is only known at run time.
 #[derive(Clone, Copy, Debug)]
 pub struct Untyped;
 
-/// This device's part of an input: the row-major values of one region of the global array.
+/// One device's part of an input: the row-major values of one region of the global array.
 ///
 /// With an element type, `View<f32>`, it is a slice of the values: it derefs to `[f32]`.
 #[derive(Clone, Copy, Debug)]
@@ -47,15 +46,15 @@ pub struct View<'a, T = Untyped> {
     bytes: &'a [u8],
     /// The values of a typed view.
     values: &'a [T],
-    /// The place of the values in a device's memory. `bytes` is empty then.
+    /// Address of the values in device memory. `bytes` is then empty.
     device: Option<DevicePlace>,
     info: &'a ShardInfo,
     in_place: bool,
-    /// The object, if the input is one.
+    /// The object, if the input is an object instead of numbers.
     object: Option<&'a ObjectCell>,
 }
 
-/// This device's part of an output, for the kernel to fill.
+/// One device's part of an output, for the kernel to fill.
 ///
 /// With an element type, `ViewMut<f32>`, it is a slice of the values: it derefs to `[f32]`.
 #[derive(Debug)]
@@ -64,10 +63,10 @@ pub struct ViewMut<'a, T = Untyped> {
     bytes: &'a mut [u8],
     /// The values of a typed view.
     values: &'a mut [T],
-    /// The place of the values in a device's memory. `bytes` is empty then.
+    /// Address of the values in device memory. `bytes` is then empty.
     device: Option<DevicePlace>,
     info: &'a ShardInfo,
-    /// The place for the object, if the output is one.
+    /// The slot for the new object, if the output is an object instead of numbers.
     object: Option<&'a mut Option<NewObject>>,
 }
 
@@ -75,7 +74,7 @@ impl Leaf for View<'_> {}
 impl Leaf for ViewMut<'_> {}
 
 impl<'a, T: Element> View<'a, T> {
-    /// Returns the values for as long as their memory is borrowed.
+    /// Returns the values with the lifetime of the borrowed memory.
     pub(super) fn typed_slice(&self) -> &'a [T] {
         self.values
     }
@@ -170,7 +169,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Returns the place of the values, if they are in a device's memory.
+    /// Returns the address of the values, if they are in a device's memory.
     pub(crate) fn device(&self) -> Option<DevicePlace> {
         self.device
     }
@@ -195,13 +194,13 @@ impl<'a> View<'a> {
     ///
     /// # Errors
     ///
-    /// If the input has numbers and no object, or an object of another type. If the object was
-    /// taken out, or this call has access to it already.
+    /// If the input has numbers and no object, or an object of another type. If an earlier call has
+    /// taken the object, or this call has already access to it.
     pub fn object<T: 'static>(&self) -> Result<ObjectRef<'a, T>, ViewError> {
         self.object.ok_or(ViewError::NoObject)?.access()
     }
 
-    /// Takes the object of this input out. Later calls with it fail.
+    /// Removes the object from its device and returns it. Later calls with this object fail.
     ///
     /// # Errors
     ///
@@ -210,7 +209,7 @@ impl<'a> View<'a> {
         self.object.ok_or(ViewError::NoObject)?.take()
     }
 
-    /// Drops the object of this input, if it has one that nobody uses.
+    /// Drops the object of this input, if it has an object that is not in use.
     pub(crate) fn discard_object(&self) {
         if let Some(cell) = self.object {
             cell.discard();
@@ -269,12 +268,13 @@ impl<'a> View<'a> {
         })
     }
 
-    /// True if an output is this input updated in place: the output's view has the values.
+    /// Returns true if an output updates this input in place: the values are then in the output's
+    /// view.
     pub(super) fn is_in_place(&self) -> bool {
         self.in_place
     }
 
-    /// Returns a view of the same region with its values in `bytes`, in host memory.
+    /// Returns a view of the same region with its values in the host memory `bytes`.
     pub(super) fn copied_to<'b>(&self, bytes: &'b [u8]) -> View<'b>
     where
         'a: 'b,
@@ -293,7 +293,7 @@ impl<'a, T> View<'a, T> {
         &self.info.shape
     }
 
-    /// Returns the region of the global array that this device has.
+    /// Returns the region of the global array that this view covers.
     pub fn region(&self) -> &'a Region {
         &self.info.region
     }
@@ -337,8 +337,8 @@ impl<'a> ViewMut<'a> {
         }
     }
 
-    /// Makes `value` the object of this output. It stays on the device; later kernels get it by
-    /// [`View::object`].
+    /// Makes `value` the object of this output. The object stays on the device; later kernels
+    /// access it with [`View::object`].
     ///
     /// # Errors
     ///
@@ -359,7 +359,7 @@ impl<'a> ViewMut<'a> {
         Ok(())
     }
 
-    /// Returns the place of the values, if they are in a device's memory.
+    /// Returns the address of the values, if they are in a device's memory.
     pub(crate) fn device(&self) -> Option<DevicePlace> {
         self.device
     }
@@ -383,8 +383,8 @@ impl<'a> ViewMut<'a> {
         values_mut(self.bytes)
     }
 
-    /// Returns the current values. If the output is aliased to an input, these are at first the
-    /// input's.
+    /// Returns the current values. If the output is aliased to an input, it starts with the input's
+    /// values.
     ///
     /// # Errors
     ///
@@ -446,7 +446,7 @@ impl<'a> ViewMut<'a> {
         })
     }
 
-    /// Returns a view of the same region that is to be filled in `bytes`, in host memory.
+    /// Returns a view of the same region that stores its values in the host memory `bytes`.
     pub(super) fn filled_in<'b>(&'b mut self, bytes: &'b mut [u8]) -> ViewMut<'b> {
         let object = self.object.as_deref_mut();
         ViewMut {
@@ -462,7 +462,7 @@ impl<'a, T> ViewMut<'a, T> {
         &self.info.shape
     }
 
-    /// Returns the region of the global array that this device has.
+    /// Returns the region of the global array that this view covers.
     pub fn region(&self) -> &'a Region {
         &self.info.region
     }

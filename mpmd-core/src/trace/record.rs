@@ -22,28 +22,28 @@ use super::spans;
 /// The number of event lists. With this many, threads rarely contend for one.
 const LISTS: usize = 16;
 
-/// Limit of the events in one list that are not written yet. Further events are dropped and
+/// Maximum number of events in one list that are not written yet. Further events are dropped and
 /// counted.
 const MOST_EVENTS: usize = 1 << 15;
 
 /// The number of events in a list at which the writer is woken up.
 const MANY_EVENTS: usize = MOST_EVENTS / 4;
 
-/// Interval between writes: if the process is killed, at most the events of this time are lost.
+/// Interval between writes. If the process is killed, the events of at most this time are lost.
 const WRITE_EVERY: Duration = Duration::from_millis(100);
 
-/// Limit of the descriptions that are remembered by address. At the limit the table is cleared, and
-/// descriptions are looked up by text.
+/// Maximum number of operation descriptions remembered by address. At the limit the table is
+/// cleared, and descriptions are looked up by text.
 const MOST_KNOWN: usize = 4096;
 
-/// Limit of the texts in one file. All further texts share one number.
+/// Maximum number of texts in one file. All further texts share one number.
 const MOST_TEXTS: usize = 1 << 16;
 
-/// Limit of a text's length, in characters. Longer texts are cut.
+/// Maximum length of a text, in characters. Longer texts are cut.
 const LONGEST_TEXT: usize = 2048;
 
-/// The trace of this process. While it is off, each call costs one atomic load. Clones are the same
-/// trace. Times in arguments and results are nanoseconds since the process's recorder was made.
+/// The trace of this process; clones share it. While tracing is off, each call costs one atomic
+/// load. Times in arguments and results are nanoseconds since the process's recorder was created.
 #[derive(Clone, Default)]
 pub(crate) struct Trace(Arc<TraceRecorder>);
 
@@ -60,7 +60,7 @@ impl fmt::Debug for Trace {
 /// The state of a process's trace, shared by its threads and the writer.
 struct TraceRecorder {
     origin: Instant,
-    /// Time at which the trace began; 0 while tracing is off.
+    /// The time at which the trace began; 0 while tracing is off.
     began: AtomicU64,
     lists: [EventList; LISTS],
     texts: Mutex<TraceTexts>,
@@ -96,11 +96,12 @@ struct WriterRequests {
 /// The texts of the trace, each with a number.
 #[derive(Default)]
 struct TraceTexts {
-    /// The descriptions by address. Each is kept alive, so that its address is not reused.
+    /// The descriptions by address. The table keeps each description alive, so that its address is
+    /// not reused.
     known: HashMap<usize, KnownText>,
     lines: HashMap<usize, u32>,
     by_text: HashMap<String, u32>,
-    /// The texts that are not written yet.
+    /// The texts that are not in the file yet.
     new: Vec<NewText>,
 }
 
@@ -118,13 +119,13 @@ struct NewText {
 }
 
 thread_local! {
-    /// Only its address is used: it differs between threads.
+    /// A byte of each thread. Its address tells threads apart; its value is unused.
     static HERE: u8 = const { 0 };
 }
 
 impl Trace {
-    /// Begins the trace: creates its file in a folder, and starts the thread that writes it.
-    /// Creates the folder if necessary, and replaces an older file. To be called once.
+    /// Begins the trace: creates its file in `folder`, and starts the thread that writes it.
+    /// Creates the folder if necessary, and replaces an older file. Must be called at most once.
     pub(crate) fn begin(&self, folder: &Path, about: TraceHeader) -> io::Result<()> {
         let recorder = &self.0;
         std::fs::create_dir_all(folder)?;
@@ -153,8 +154,8 @@ impl Trace {
         self.0.began.load(Ordering::Relaxed) != 0
     }
 
-    /// Returns the current time; 0 if tracing is off. As the begin of something, 0 is the beginning
-    /// of the trace.
+    /// Returns the current time; 0 if tracing is off. An event that began at 0 counts from the
+    /// beginning of the trace.
     #[inline]
     pub(crate) fn now(&self) -> u64 {
         if self.is_on() { self.0.now() } else { 0 }
@@ -239,8 +240,8 @@ impl Trace {
         });
     }
 
-    /// Returns a guard that records a range of the program's thread, from now until the guard is
-    /// dropped. `at` is the line of the range.
+    /// Returns a guard that records a named range of the program's thread, from now until the guard
+    /// is dropped. `at` is the line where the range begins.
     pub(crate) fn annotate<'a>(
         &self,
         name: &'a str,
@@ -340,7 +341,7 @@ pub(crate) struct AnnotatedRange<'a> {
     name: &'a str,
     at: &'static Location<'static>,
     since: u64,
-    /// The range in the program's log.
+    /// The span of the range in the program's log.
     #[expect(dead_code, reason = "it ends when it is dropped")]
     span: EnteredSpan,
 }
@@ -374,8 +375,8 @@ impl TraceRecorder {
         since(self.origin).as_nanos() as u64
     }
 
-    /// Adds an event of the trace that began at `began`, unless the trace has ended. In the file,
-    /// times count from `began`. An event that began earlier begins with the trace.
+    /// Adds an event of the trace that began at time `began`, unless that trace has ended. In the
+    /// file, times count from `began`; earlier times become 0.
     fn push(&self, began: u64, at: u64, mut what: TraceEventKind) {
         if let TraceEventKind::Started { since, .. }
         | TraceEventKind::Waited { since, .. }

@@ -16,23 +16,23 @@ use mpmd_record::trace::{Label, PieceStep};
 
 const TARGET: &str = "mpmd::run";
 
-/// Returns true if a subscriber takes the spans.
+/// Returns true if the program's log records these spans.
 #[inline]
 pub(crate) fn are_on() -> bool {
     tracing::enabled!(target: TARGET, Level::DEBUG)
 }
 
-/// The span of the step that the program is in; `None` until an operation of the step has one.
+/// The span of the program's current step. `None` until the step issues an operation with a span.
 #[derive(Default)]
 pub(crate) struct StepSpan(Option<Span>);
 
-/// An operation that gets a span.
+/// The properties of an operation that its span records.
 pub(crate) struct TracedOp<'a> {
     pub(crate) op: u64,
     pub(crate) label: Option<Label>,
     pub(crate) what: &'a dyn Display,
     pub(crate) at: &'static Location<'static>,
-    /// Bytes of new memory.
+    /// Bytes of new memory that the operation takes.
     pub(crate) bytes: u64,
 }
 
@@ -41,7 +41,7 @@ impl StepSpan {
         self.0 = None;
     }
 
-    /// Returns the span of an operation that the program issues in step number `step`.
+    /// Returns a new span for an operation that the program issues in step number `step`.
     pub(crate) fn operation(&mut self, step: u64, issued: &TracedOp<'_>) -> Span {
         let TracedOp {
             op,
@@ -74,14 +74,13 @@ impl StepSpan {
     }
 }
 
-/// Enters the span of a range that the program named, until it is dropped. It is within the
-/// spans of the ranges around it; operations are within their step.
+/// Enters the span of a range that the program named, until the result is dropped. Its parent is
+/// the enclosing range; operations stay below their step.
 pub(crate) fn annotation(name: &str, at: &'static Location<'static>) -> EnteredSpan {
     debug_span!(target: TARGET, "annotation", name, line = %at).entered()
 }
 
-/// The span of a kernel that this thread runs or issues, until it is dropped. Then an event says
-/// how long that took.
+/// The span of a kernel that this thread runs or issues. Dropping it logs the time that this took.
 pub(crate) struct KernelSpan {
     span: EnteredSpan,
     since: Instant,
@@ -89,8 +88,8 @@ pub(crate) struct KernelSpan {
 }
 
 impl KernelSpan {
-    /// Enters the span of a kernel on a device, within that of its operation. `said` is the text of
-    /// the event at the end: what this thread did.
+    /// Enters the span of a kernel on a device, as a child of its operation's span. `said` is the
+    /// text of the event at the end, such as "ran".
     pub(crate) fn enter(operation: &Span, device: &dyn Display, said: &'static str) -> Self {
         let span = debug_span!(target: TARGET, parent: operation, "kernel", %device).entered();
         Self {
@@ -108,12 +107,12 @@ impl Drop for KernelSpan {
     }
 }
 
-/// Tells the log that a device has run an issued kernel, and for how long if that is known.
+/// Logs that a device has run an issued kernel, with the time that it took if that is known.
 pub(crate) fn ran(operation: &Span, device: &dyn Display, microseconds: Option<u64>) {
     debug!(target: TARGET, parent: operation, %device, microseconds, "ran");
 }
 
-/// Tells the log of the progress of a piece within an operation.
+/// Logs that a piece of an operation was sent or received. Other steps are not logged.
 pub(crate) fn piece(operation: &Span, step: PieceStep, peer: ProcessId, piece: u64, bytes: u64) {
     let said = match step {
         PieceStep::Posted => "sent",

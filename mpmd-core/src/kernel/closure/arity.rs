@@ -6,7 +6,8 @@ use crate::kernel::{Shapes, View, ViewMut, Views, ViewsMut};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::tree::{Empty, Tree};
 
-/// A closure over typed views, inputs first. `A` is the type of a function with its arguments.
+/// A closure that computes from typed views: first the inputs, then the outputs. `A` is the
+/// function type with its arguments.
 pub trait RunKernel<A>: Send + Sync + 'static {
     /// The structure of the inputs.
     type In: Tree<Leaf = MpmdArray>;
@@ -25,8 +26,8 @@ pub trait RunKernel<A>: Send + Sync + 'static {
     fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()>;
 }
 
-/// A closure from the inputs' global shapes to the outputs', or [`like_input`]. `A` is the type of
-/// a function with its result.
+/// A closure that computes the outputs' global shapes from the inputs', or [`like_input`]. `A` is
+/// the function type with its result.
 pub trait InferShapes<A, I: Tree<Leaf = MpmdArray>, O: Tree<Leaf = MpmdArray>>:
     Send + Sync + 'static
 {
@@ -38,7 +39,7 @@ pub trait InferShapes<A, I: Tree<Leaf = MpmdArray>, O: Tree<Leaf = MpmdArray>>:
     fn infer(&self, x: &Shapes<I>) -> Result<Shapes<O>>;
 }
 
-/// The value that a closure returns, plain or in a `Result`.
+/// A closure's result, either the plain value or a `Result`.
 pub trait Returned<O> {
     /// Returns the value, or the closure's error.
     ///
@@ -87,14 +88,14 @@ macro_rules! outputs {
     };
 }
 
-/// The shapes of a method without outputs.
+/// Infers no shapes, for a method without outputs.
 impl<I: Tree<Leaf = MpmdArray>> InferShapes<(), I, Empty<MpmdArray>> for () {
     fn infer(&self, _: &Shapes<I>) -> Result<Empty<ShapedArray>> {
         Ok(Empty::new())
     }
 }
 
-/// The shapes of a method without inputs.
+/// Infers the outputs' shapes for a method without inputs.
 impl<S, D, O> InferShapes<fn() -> D, Empty<MpmdArray>, O> for S
 where
     S: Fn() -> D + Send + Sync + 'static,
@@ -106,7 +107,7 @@ where
     }
 }
 
-/// Implements `Run` for closures with these inputs and outputs.
+/// Implements `RunKernel` for closures with these inputs and outputs.
 macro_rules! run {
     ([$($x:ident: $X:ident)+] [$($y:ident: $Y:ident)+]) => {
         impl<F, R, $($X,)+ $($Y,)+>
@@ -131,14 +132,14 @@ macro_rules! run {
     };
 }
 
-/// Expands to the reference to a shape, for any name.
+/// Expands to the type of a reference to a shape, once for each given name.
 macro_rules! shape {
     ($name:ident) => {
         &ShapedArray
     };
 }
 
-/// Implements all traits for closures with these inputs, and 1 to 3 outputs.
+/// Implements the closure traits for these inputs, with 1 to 3 outputs.
 macro_rules! inputs {
     ($($x:ident: $X:ident)+) => {
         impl<S, D, O> InferShapes<fn() -> D, arrays!($($x)+), O> for S

@@ -9,14 +9,15 @@ use crate::kernel::host::{HostKernel, HostWork, check_region};
 use crate::kernel::{Shapes, View, ViewMut, Views, ViewsMut};
 use mpmd_layout::aval::{Element, ShapedArray};
 
-/// Elements computed at a time. A scalar argument is repeated so often in a buffer on the stack.
+/// Number of elements computed at a time, and of copies of a scalar argument in a buffer on the
+/// stack.
 const CHUNK: usize = 256;
 
-/// Creates a kernel that computes each element of its output from the elements at the same place of
+/// Creates a kernel that computes each element of its output from the elements at the same index of
 /// its inputs.
 ///
-/// `f` takes 1 to 4 elements, each of any element type, and returns one of any element type. The
-/// inputs have one shape, which the output gets too. An input of shape `[]` goes with every
+/// `f` takes 1 to 4 elements, each of any element type, and returns one of any element type. All
+/// inputs have the same shape, and the output gets it too. An input of shape `[]` is used for every
 /// element. One input is an [`MpmdArray`], several are a tuple.
 ///
 /// The closure is identified by its source line. Declare captured values by
@@ -41,7 +42,8 @@ const CHUNK: usize = 256;
 /// - if the shapes of two inputs differ and neither is `[]`;
 /// - if `f` captures values and `with` declares none.
 ///
-/// If a device has other regions of two arrays, the outputs fail with an error that names both.
+/// If a device holds different regions of two arrays, the outputs fail with an error that names
+/// both.
 #[track_caller]
 pub fn elementwise<F, A>(f: F) -> HostKernel<Elementwise<F, A>>
 where
@@ -61,7 +63,7 @@ pub struct Elementwise<F, A> {
     arguments: PhantomData<fn() -> A>,
 }
 
-/// An input of the loop over elements.
+/// An input of the element loop.
 struct ElementwiseInput<'a, T> {
     values: &'a [T],
     /// Copies of a scalar's value; unused for other inputs.
@@ -70,8 +72,8 @@ struct ElementwiseInput<'a, T> {
 }
 
 impl<'a, T: Element> ElementwiseInput<'a, T> {
-    /// Checks that the input is a scalar, or has the region that the device has of the output.
-    /// Neither may be empty.
+    /// Creates the input. Fails if it is neither a scalar nor has the same region as the device's
+    /// output. The input and the output must not be empty.
     fn new(path: &str, x: View<'a, T>, y: &ViewMut<'_, impl Element>) -> Result<Self> {
         let is_scalar = x.global().ndim() == 0;
         if !is_scalar {
@@ -95,7 +97,7 @@ impl<'a, T: Element> ElementwiseInput<'a, T> {
     }
 }
 
-/// Returns the one shape of all inputs that are not scalars.
+/// Returns the shape that all inputs but scalars have. Fails if two of them differ.
 fn common_shape<'a>(inputs: &[&'a ShapedArray]) -> Result<&'a [usize]> {
     let mut arrays = inputs.iter().enumerate().filter(|(_, x)| x.ndim() > 0);
     let Some((i, first)) = arrays.next() else {

@@ -6,7 +6,7 @@ use std::panic::Location;
 use crate::error::{Error, Result};
 use crate::exec::Rolling;
 
-/// Maximum length in bytes of declared values that a name shows.
+/// Maximum length in bytes of the declared values that a kernel's name shows.
 const SHOWN_VALUES: usize = 40;
 
 /// The source line of a kernel or stage made from closures, and the values that they capture.
@@ -15,12 +15,12 @@ pub(crate) struct ClosureIdentity {
     declared: Vec<String>,
     /// The source line of the closures.
     at: &'static Location<'static>,
-    /// True if the closures have a size, so that processes must compare the captured values.
+    /// True if the closures capture values, which processes must then compare.
     captures: bool,
 }
 
 impl ClosureIdentity {
-    /// Creates the identity of closures made at line `at`. `kind` begins the name.
+    /// Creates the identity of closures made at line `at`. `kind` is the first word of the name.
     pub(crate) fn new(kind: &str, at: &'static Location<'static>, captures: bool) -> Self {
         Self {
             name: format!("{kind} at {}:{}", at.file(), at.line()),
@@ -30,7 +30,7 @@ impl ClosureIdentity {
         }
     }
 
-    /// Adds a captured value by the text that `Debug` writes. A short text is shown in the name.
+    /// Adds a captured value, as the text that `Debug` writes. A short text is shown in the name.
     pub(crate) fn declare(&mut self, value: &dyn fmt::Debug) {
         let shown = self.shown_values().len();
         self.name.truncate(self.name.len() - shown);
@@ -38,7 +38,8 @@ impl ClosureIdentity {
         self.name += &self.shown_values();
     }
 
-    /// Returns the declared values in parentheses, or nothing if there are none or too many.
+    /// Returns the declared values in parentheses. Empty if there are none or their text is too
+    /// long.
     fn shown_values(&self) -> String {
         let values = self.declared.join(", ");
         if values.is_empty() || values.len() > SHOWN_VALUES {
@@ -64,8 +65,8 @@ impl ClosureIdentity {
         &self.name
     }
 
-    /// Returns the hashes of the closures' place and of each declared value. The name has neither
-    /// the column nor long values.
+    /// Returns hashes of the closures' source position and of each declared value. The name lacks
+    /// the column and long values.
     pub(crate) fn statics(&self) -> Vec<u64> {
         let hash = |text: &str| Rolling::default().mix_bytes(text.as_bytes()).word();
         let place = hash(&self.at.to_string());

@@ -1,6 +1,6 @@
 //! Kernels made from closures.
 
-/// Expands to the tree of as many arrays as there are names.
+/// Expands to a tree type with one array for each name.
 macro_rules! arrays {
     () => {
         Empty<MpmdArray>
@@ -14,7 +14,7 @@ macro_rules! arrays {
 }
 pub(crate) use arrays;
 
-/// Expands to one name, or to a tuple of several: a pattern or an expression.
+/// Expands to the only name, or to a tuple of all names: a pattern or an expression.
 macro_rules! names {
     () => {
         _
@@ -105,7 +105,7 @@ where
     HostKernel::closure("kernel", Location::caller(), size_of::<F>() != 0, work)
 }
 
-/// The shapes of a [`kernel`] with outputs like its first input: the same shape and dtype.
+/// The shape inference of a [`kernel`] with outputs like its first input: the same shape and dtype.
 #[expect(
     non_camel_case_types,
     reason = "used as a value, in the place of a closure"

@@ -6,32 +6,32 @@ use super::Scratch;
 use crate::kernel::{View, ViewMut};
 use mpmd_layout::aval::DType;
 
-/// Values on a CUDA device for a launch, a product or a copy: a view or [`Scratch`], or the rest of
-/// one from some element on.
+/// Values on a CUDA device for a launch, a matrix product or a copy: all of a view or [`Scratch`],
+/// or a range of its elements.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaPart<'a> {
     memory: PartMemory<'a>,
     dtype: DType,
-    /// The number of elements left out at the start.
+    /// Index of the first element in the view or scratch.
     skipped: usize,
-    /// The end of the part, in elements from the start of the view or scratch.
+    /// Index behind the last element in the view or scratch.
     end: usize,
     writable: bool,
 }
 
-/// The location of values.
+/// The memory that holds the values of a [`CudaPart`].
 #[derive(Clone, Copy, Debug)]
 pub(super) enum PartMemory<'a> {
     Device(DevicePlace),
-    /// Host memory of an input that is on no device.
+    /// Host memory, for an input that is on no device.
     Host(&'a [u8]),
-    /// Values of an input that is updated in place: they are in the output's view.
+    /// No memory: the input is updated in place, and its values are in the output's view.
     InPlace,
 }
 
 impl<'a> CudaPart<'a> {
-    /// Returns the values from `elements` further on. A start beyond the end is an error of the
-    /// call that uses it.
+    /// Returns the part without its first `elements` values. If the part has fewer, the call that
+    /// uses it fails.
     #[must_use]
     pub fn at(self, elements: usize) -> Self {
         Self {
@@ -74,7 +74,7 @@ impl<'a> CudaPart<'a> {
         self.memory
     }
 
-    /// Returns the number of elements: 0 for a part that begins beyond the end.
+    /// Returns the number of elements. It is 0 if the part begins beyond the end.
     pub fn count(&self) -> usize {
         self.elements().unwrap_or(0)
     }
@@ -83,7 +83,7 @@ impl<'a> CudaPart<'a> {
         self.dtype
     }
 
-    /// Returns the offset of the first element in its memory, in elements.
+    /// Returns the index of the first element in its memory.
     pub(super) fn skipped(&self) -> usize {
         self.skipped
     }
@@ -130,7 +130,7 @@ impl<'a> From<&View<'a>> for CudaPart<'a> {
     }
 }
 
-/// For reading an output that is updated in place, or that this kernel has filled.
+/// Reads an output that is updated in place, or that this kernel has filled.
 impl<'a> From<&'a ViewMut<'_>> for CudaPart<'a> {
     fn from(view: &'a ViewMut<'_>) -> Self {
         let memory = view
@@ -164,9 +164,9 @@ impl<'a> From<&'a Scratch<'_>> for CudaPart<'a> {
 
 /// An argument of a device function: values in memory, or a number.
 ///
-/// Views and [`Scratch`] become the address of their first element, `None` a null pointer; `usize`
-/// becomes a 64-bit number. The launch copies an input that is on no device to the device. For a
-/// single number, pass [`View::scalar`] instead.
+/// Views and [`Scratch`] become the address of their first element; `None` becomes a null pointer.
+/// `usize` becomes a 64-bit number. The launch copies an input that is on no device to the device.
+/// For a single number, pass [`View::scalar`] instead.
 #[derive(Debug)]
 pub struct Arg<'a>(pub(super) ArgValue<'a>);
 

@@ -26,7 +26,7 @@ impl<'a> Cuda<'a> {
         ForeignStream(self.gpu.foreign(handle))
     }
 
-    /// Makes later work on `stream` run after all work that the device's own stream has by now.
+    /// Makes later work on `stream` run after all work issued to the device's own stream so far.
     ///
     /// # Errors
     ///
@@ -35,8 +35,8 @@ impl<'a> Cuda<'a> {
         Ok(self.gpu.compute().before(&stream.0)?)
     }
 
-    /// Makes later work of this device's own stream run after all work that `stream` has by now. A
-    /// kernel that issues work to `stream` calls it before it returns.
+    /// Makes later work on the device's own stream run after all work issued to `stream` so far. A
+    /// kernel that issues work to `stream` must call this before it returns.
     ///
     /// # Errors
     ///
@@ -50,10 +50,11 @@ impl<'a> Cuda<'a> {
         self.gpu.room(self.memory.device_pool())
     }
 
-    /// Returns an interface that issues to `stream`. It refuses products of matrices: cuBLAS issues
-    /// to the device's own stream alone, as do collectives, which are calls of the context. Values
-    /// on the host are copied to the device once for each stream that uses them. Scratch that was
-    /// used on one stream must not be dropped before the other is used.
+    /// Returns an interface that issues work to `stream`. Its [`gemm`](Cuda::gemm) returns an
+    /// error: cuBLAS issues only to the device's own stream. Collectives, which are calls of the
+    /// context, also use only that stream. Host values are copied to the device once for each
+    /// stream that uses them. Scratch that was used on one stream must not be dropped before the
+    /// other stream is used.
     pub fn on<'b>(&self, stream: &'b ForeignStream) -> Cuda<'b>
     where
         'a: 'b,
@@ -66,8 +67,8 @@ impl<'a> Cuda<'a> {
 }
 
 impl CudaPart<'_> {
-    /// Returns values in another library's memory on the device of `cuda`. They must exist until
-    /// the work that uses them has ended; this is not checked.
+    /// Returns values in another library's memory on the device of `cuda`. The memory must stay
+    /// valid until all work that uses it has ended; this is not checked.
     pub fn foreign(
         cuda: &Cuda<'_>,
         address: u64,

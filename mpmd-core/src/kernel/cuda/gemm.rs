@@ -236,7 +236,7 @@ impl Gemm {
         Ok(())
     }
 
-    /// Converts a size for cuBLAS.
+    /// Converts a size to the integer type of cuBLAS. Fails if it does not fit.
     fn int(&self, size: usize) -> Result<i32> {
         i32::try_from(size)
             .map_err(|_| self.wrong(&format!("a size of {size} is more than cuBLAS takes")))
@@ -246,8 +246,8 @@ impl Gemm {
         Error::kernel(format!("{self}: {why}"))
     }
 
-    /// Returns true if the matrices C of a batch do not overlap: they follow each other, or lie
-    /// side by side within the rows.
+    /// Returns true if the matrices C of a batch do not overlap: they follow each other, or their
+    /// rows lie side by side.
     fn results_are_apart(&self, leading: usize) -> bool {
         let stride = self.strides[2];
         let last = self.batch - 1;
@@ -295,7 +295,7 @@ mod tests {
 
     const F32: [DType; 3] = [DType::F32; 3];
 
-    /// Computes a product in the way of a column-major library.
+    /// Computes a product in column-major order, as cuBLAS does.
     fn by_columns(product: &CublasProduct, a: &[f64], b: &[f64], c: &mut [f64]) {
         let CublasProduct {
             m,

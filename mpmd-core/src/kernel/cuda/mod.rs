@@ -41,12 +41,12 @@ use crate::error::ViewError;
 use crate::error::{Error, Result};
 use mpmd_layout::aval::{DType, Element};
 
-/// Returns the names of this machine's graphics processors that CUDA shows, in its order. The first
-/// call in a process starts the driver, and may take seconds.
+/// Returns the names of the GPUs that CUDA shows on this machine, in CUDA's order. The first call
+/// in a process starts the driver, and may take seconds.
 ///
 /// # Errors
 ///
-/// If there is no driver, it does not work, or it shows no graphics processor.
+/// If there is no driver, it does not work, or it shows no GPU.
 pub fn gpu_names() -> Result<Vec<String>, NoCuda> {
     let driver = mpmd_device::cuda::found()?;
     Ok(driver.gpus.iter().map(|gpu| gpu.name.clone()).collect())
@@ -110,7 +110,7 @@ pub struct Cuda<'a> {
 
 impl<'a> Cuda<'a> {
     /// Creates the interface for one call. `stream` is the device's compute stream. The caller
-    /// [ends](CallMemory::end) the memory with the fence behind the issued work.
+    /// later [ends](CallMemory::end) `memory` with a fence behind the issued work.
     pub(crate) fn new(gpu: &'a Gpu, stream: &'a RawStream, memory: &'a CallMemory) -> Self {
         Self {
             gpu,
@@ -131,8 +131,8 @@ impl<'a> Cuda<'a> {
     /// # Errors
     ///
     /// If the source does not compile or has no such function, or the driver refuses the launch. If
-    /// a part begins beyond its end, or the arguments do not fit the parameters, as far as the
-    /// driver reports these. An error while the function runs fails the kernel's outputs instead.
+    /// a part begins beyond its end. If the arguments do not fit the parameters, as far as the
+    /// driver reports this. An error while the function runs fails the kernel's outputs instead.
     pub fn launch(
         &self,
         source: &'static Source,
@@ -162,13 +162,13 @@ impl<'a> Cuda<'a> {
         Ok(self.gpu.launch(self.stream, source, function, grid, raw)?)
     }
 
-    /// Issues a matrix product with cuBLAS. `c` is set to the product of `a` and `b`, or added to
-    /// it, as `gemm` says.
+    /// Issues a matrix product with cuBLAS. As `gemm` says, sets `c` to the product of `a` and `b`,
+    /// or adds the product to `c`.
     ///
     /// # Errors
     ///
     /// If sizes or dtypes do not fit, `c` is read-only, or cuBLAS is missing or fails. If this
-    /// issues to another library's stream: see [`Cuda::on`].
+    /// interface issues to another library's stream: see [`Cuda::on`].
     pub fn gemm<'x>(
         &self,
         gemm: Gemm,
@@ -235,8 +235,8 @@ impl<'a> Cuda<'a> {
         self.fill_wide(place, bytes)
     }
 
-    /// Fills memory with an element too wide for the driver's memset. Issues a copy of some
-    /// elements from the host, then copies that double the filled part until it is complete.
+    /// Fills memory with an element that is too wide for the driver's memset. Issues a copy of some
+    /// elements from the host, then copies that double the filled part until all is filled.
     fn fill_wide(&self, place: DevicePlace, element: &[u8]) -> Result<()> {
         /// The largest number of bytes copied from the host.
         const FIRST: usize = 4096;
@@ -308,7 +308,7 @@ impl<'a> Cuda<'a> {
     }
 
     /// Allocates device memory for `elements` values, for this call only. The initial values are
-    /// arbitrary. The memory comes from the device's pool and counts with it, but is not reserved
+    /// arbitrary. The memory comes from the device's pool and counts there, but is not reserved
     /// when the call is issued.
     ///
     /// # Errors
@@ -320,32 +320,32 @@ impl<'a> Cuda<'a> {
             .map_err(out_of_memory)
     }
 
-    /// Returns the device address of a part's first element, for the program's own libraries. They
-    /// must issue their work to [`Cuda::stream`]. An input on the host is copied to the device
-    /// first.
+    /// Returns the device address of a part's first element, for CUDA libraries that the program
+    /// calls itself. These must issue their work to [`Cuda::stream`]. Values on the host are copied
+    /// to the device first.
     ///
     /// # Errors
     ///
-    /// If the part begins beyond its end, or is an input that is updated in place. If it is on the
-    /// host and cannot be copied to the device.
+    /// If the part begins beyond its end, or belongs to an input that is updated in place. If host
+    /// values cannot be copied to the device.
     pub fn address<'x>(&self, values: impl Into<CudaPart<'x>>) -> Result<u64> {
         self.place(&values.into()).map(|place| place.address)
     }
 
-    /// Returns the stream that all work is issued to, for the program's own libraries. It is a
-    /// `CUstream` or `cudaStream_t`. While the kernel runs, the device's primary context is current
-    /// on the calling thread.
+    /// Returns the CUDA stream of this interface, for CUDA libraries that the program calls itself.
+    /// The pointer is a `CUstream` or `cudaStream_t`. While the kernel runs, the device's primary
+    /// context is current on the calling thread.
     pub fn stream(&self) -> *mut std::ffi::c_void {
         self.stream.handle()
     }
 
-    /// Returns the number of streaming multiprocessors, for grids that fill the device exactly.
+    /// Returns the device's number of streaming multiprocessors, such as for grids that fill the
+    /// device exactly.
     pub fn processors(&self) -> u32 {
         self.gpu.processors()
     }
 
-    /// Returns the most bytes of shared memory that a block of a launch can have, dynamic and
-    /// declared together.
+    /// Returns the maximum bytes of shared memory of a block, dynamic and declared together.
     pub fn shared_bytes(&self) -> u32 {
         self.gpu.shared_bytes()
     }
@@ -354,12 +354,12 @@ impl<'a> Cuda<'a> {
         self.gpu
     }
 
-    /// Returns the raw stream that all work is issued to.
+    /// Returns the raw CUDA stream to which all work is issued.
     pub(crate) fn issues_to(&self) -> &'a RawStream {
         self.stream
     }
 
-    /// Returns the place of a part on the device. Host values are copied there first, once per
+    /// Returns the device address of a part. Host values are first copied to the device, once per
     /// call and stream.
     fn place(&self, part: &CudaPart<'_>) -> Result<DevicePlace> {
         let size = part.dtype().size();

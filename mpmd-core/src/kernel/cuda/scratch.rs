@@ -13,11 +13,11 @@ use mpmd_layout::aval::DType;
 
 /// Device memory for values that live no longer than a call. The initial values are arbitrary.
 ///
-/// Dropping it lets later work of the same call reuse the memory. It need not be kept alive for
-/// issued work.
+/// Dropping it lets later work of the same call reuse the memory. Work that was issued may still
+/// use the memory after the drop.
 #[derive(Debug)]
 pub struct Scratch<'a> {
-    /// `Some` until it is dropped.
+    /// The memory. `Some` until the drop.
     buffer: Option<OwnedBuffer>,
     place: DevicePlace,
     dtype: DType,
@@ -50,8 +50,8 @@ impl Drop for Scratch<'_> {
     }
 }
 
-/// The scratch memory of one call on a CUDA device. Created before its work is issued and
-/// [ended](Self::end) with the fence behind that work.
+/// The scratch memory of one call on a CUDA device. It is created before the call's work is issued
+/// and [ended](Self::end) with a fence behind that work.
 #[derive(Debug)]
 pub(crate) struct CallMemory {
     /// The pool of the device's memory.
@@ -63,9 +63,9 @@ pub(crate) struct CallMemory {
 
 #[derive(Debug, Default)]
 struct CallMemoryState {
-    /// Device blocks that no [`Scratch`] holds.
+    /// Device blocks that no [`Scratch`] uses at present.
     free: Vec<OwnedBuffer>,
-    /// Host memory that work uses until it has ended.
+    /// Host memory to keep alive until the call's work has ended.
     held: Vec<OwnedBuffer>,
     /// Device copies of host values.
     copies: Vec<KeptCopy>,
@@ -73,7 +73,8 @@ struct CallMemoryState {
     bytes: usize,
 }
 
-/// The host values of a device copy, and the stream that makes it: no other stream waits for it.
+/// Identifies a device copy: the host values and the stream that copies them. Other streams do not
+/// wait for the copy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct CopyKey {
     address: usize,
@@ -81,7 +82,7 @@ struct CopyKey {
     stream: usize,
 }
 
-/// A device copy of host values, until the call ends.
+/// A device copy of host values, which is kept until the call ends.
 #[derive(Debug)]
 struct KeptCopy {
     key: CopyKey,
@@ -107,9 +108,9 @@ impl CallMemory {
         }
     }
 
-    /// Ends the call: all its work was issued and ends at `fence`. Device blocks go to `spare`,
-    /// which belongs to the stream that the work was issued to. Held host memory is free after
-    /// `fence`.
+    /// Ends the call, whose work was all issued and ends at `fence`. Moves device blocks to
+    /// `spare`, which belongs to the stream that the work was issued to. Frees held host memory
+    /// after `fence`.
     pub(crate) fn end(self, spare: &SpareBlocks, fence: &Arc<dyn Fence>) {
         let CallMemoryState {
             mut free,
@@ -145,8 +146,8 @@ impl CallMemory {
         })
     }
 
-    /// Returns the device copy of these host values. At the first call for these values and this
-    /// stream the caller must issue the copy.
+    /// Returns the device copy of these host values. The first caller for these values and this
+    /// stream must issue the copy.
     pub(super) fn copy_of(
         &self,
         spare: &SpareBlocks,

@@ -9,9 +9,9 @@ use super::{Cuda, CudaPart, behind, out_of_memory};
 use crate::error::Result;
 
 impl Cuda<'_> {
-    /// Returns a host buffer and issues the copy of device values into it. The values are valid
-    /// after a wait for the stream. If that wait fails, [hold](Self::hold) the buffer. Host values
-    /// are copied at once.
+    /// Allocates a host buffer and issues the copy of device values into it. The values are valid
+    /// after a wait for the stream. If that wait fails, the caller must [hold](Self::hold) the
+    /// buffer. Host values are copied at once.
     pub(crate) fn fetch(&self, values: &CudaPart<'_>) -> Result<OwnedBuffer> {
         let mut staged = self.room(values)?;
         if let PartMemory::Host(all) = values.memory() {
@@ -37,7 +37,7 @@ impl Cuda<'_> {
             .map_err(out_of_memory)
     }
 
-    /// Issues a copy of values from the host to their place on the device.
+    /// Issues a copy of the host buffer `staged` to the device memory of these values.
     pub(crate) fn put(&self, staged: OwnedBuffer, values: &CudaPart<'_>) -> Result<()> {
         let place = self.place(values)?;
         let copied = self.stream.upload(&staged, place.address);
@@ -55,7 +55,7 @@ impl Cuda<'_> {
         values.elements().ok_or_else(|| behind(values))
     }
 
-    /// Returns the place of values on the device. Host values are copied there first.
+    /// Returns the device address of these values. Host values are first copied to the device.
     pub(crate) fn place_of(&self, values: &CudaPart<'_>) -> Result<DevicePlace> {
         self.place(values)
     }

@@ -5,7 +5,7 @@ use mpmd_device::cuda::kernels::ACTIVATION;
 use super::{Cuda, CudaPart, LayerCall, MatrixShape, ResultTarget, args, fours, product};
 use crate::error::Result;
 
-/// A function of one number.
+/// An activation function.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ActivationCurve {
     /// GELU in the form with the hyperbolic tangent.
@@ -17,7 +17,7 @@ pub enum ActivationCurve {
 }
 
 impl ActivationCurve {
-    /// Returns the number by which the kernels know the function.
+    /// Returns the function's number in the CUDA kernels.
     fn number(self) -> u32 {
         match self {
             Self::Gelu => 0,
@@ -56,8 +56,8 @@ pub fn activate<'x>(
     call.over("activate", fours(rows, width), args)
 }
 
-/// Computes the gradient of `x` from that of `curve(x + bias)`, `d_y`. `d_x` may be `d_y`. The
-/// gradient of the bias is [`sum_rows`](super::sum_rows) of `d_x`.
+/// Computes the gradient `d_x` of `x` from `d_y`, the gradient of `curve(x + bias)`. `d_x` may be
+/// `d_y`. The gradient of the bias is [`sum_rows`](super::sum_rows) of `d_x`.
 ///
 /// # Errors
 ///
@@ -96,15 +96,15 @@ pub fn activate_backward<'x>(
     call.over("activate_backward", fours(rows, width), args)
 }
 
-/// The inputs of a gate, `curve(a) b`. Halves of rows of `2 * width` elements have that stride, and
-/// `b` begins at element `width`.
+/// The inputs `a` and `b` of a gate, `curve(a) b`. If both are halves of the same rows, `stride` is
+/// `2 * width` and `b` begins at element `width`.
 #[derive(Clone, Copy, Debug)]
 pub struct GateHalves<'a> {
     /// The input of the curve.
     pub a: CudaPart<'a>,
     /// The factor of the curve's value.
     pub b: CudaPart<'a>,
-    /// Elements between the beginnings of two rows of `a`, and of `b`.
+    /// Number of elements between the starts of successive rows of `a`, and of `b`.
     pub stride: usize,
 }
 
@@ -137,8 +137,8 @@ pub fn gate<'x>(
     call.over("gate", fours(rows, width), args)
 }
 
-/// Computes the gradients of `a` and `b` from that of `curve(a) b`, `d_y`. They lie as `a` and `b`
-/// do, and may be in their places.
+/// Computes the gradients of `a` and `b` from `d_y`, the gradient of `curve(a) b`. The gradients
+/// have the same layout as `a` and `b`, and may overwrite them.
 ///
 /// # Errors
 ///
@@ -170,7 +170,8 @@ pub fn gate_backward<'x>(
     call.over("gate_backward", fours(rows, width), args)
 }
 
-/// Returns the least number of elements of an array with rows that begin `stride` apart.
+/// Returns the minimum number of elements of an array with `stride` elements between the starts of
+/// its rows.
 fn in_rows(rows: usize, width: usize, stride: usize) -> usize {
     rows.checked_sub(1)
         .map_or(0, |last| product(&[last, stride]).saturating_add(width))

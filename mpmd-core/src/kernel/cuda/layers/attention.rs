@@ -9,8 +9,8 @@ use super::{Arg, Cuda, CudaPart, LayerCall, capped, product};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
-/// The vectors of heads in an array: that of a head begins at `sequence * strides[0] + token *
-/// strides[1] + head * strides[2]` elements, and is dense.
+/// The vectors of attention heads in an array. The vector of a head begins at element `sequence *
+/// strides[0] + token * strides[1] + head * strides[2]`, and is dense.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads<'a> {
     pub(super) part: CudaPart<'a>,
@@ -26,7 +26,8 @@ impl<'a> Heads<'a> {
         }
     }
 
-    /// Describes vectors in a matrix `[sequences * time, columns]`: heads are `head` columns apart.
+    /// Describes vectors in a matrix `[sequences * time, columns]`: the vectors of successive heads
+    /// begin `head` columns apart.
     ///
     /// If query, key and value of each head are side by side, `columns` is `heads * 3 * dim`, and
     /// `head` is `3 * dim`. Their parts begin at the elements 0, `dim` and `2 * dim` of the matrix.
@@ -67,18 +68,19 @@ impl<'a> Heads<'a> {
     }
 }
 
-/// The keys that each query sees.
+/// The mask: the keys that each query sees.
 #[derive(Clone, Copy, Debug)]
 pub enum CudaMask<'a> {
     /// All keys.
     None,
-    /// The keys up to the query's own position. With fewer queries than keys, the last query is at
-    /// the last key.
+    /// The keys up to the query's own position. With fewer queries than keys, the last query has
+    /// the position of the last key.
     Causal,
-    /// The keys from a first one up to the query's own position. The part has the first key's index
-    /// for each query, `u32`; the number is the distance between sequences: 0 if all have the same.
+    /// The keys from a first key up to the query's own position. Has the index of the first key for
+    /// each query, `u32`, and the distance between sequences in these indices. The distance is 0 if
+    /// all sequences share them.
     CausalFrom(CudaPart<'a>, usize),
-    /// Numbers of `f32` that are added to the scaled scores, dense along keys. The numbers are the
+    /// Numbers of `f32` that are added to the scaled scores, dense along keys. The array has the
     /// distances in elements between sequences, heads and queries.
     Additive(CudaPart<'a>, [usize; 3]),
 }
@@ -95,13 +97,13 @@ pub struct CudaAttention<'a> {
     pub heads: usize,
     /// Number of heads of keys and values. Each serves `heads / groups` consecutive heads.
     pub groups: usize,
-    /// Queries of a sequence.
+    /// Number of queries of a sequence.
     pub queries: usize,
-    /// Keys of a sequence.
+    /// Number of keys of a sequence.
     pub keys: usize,
-    /// Elements of a query, a key, a value and a result: at most 256.
+    /// Length of the vector of a query, key, value and result: at most 256.
     pub dim: usize,
-    /// Factor of the products of queries and keys.
+    /// Factor by which the products of queries and keys are scaled.
     pub scale: f32,
     /// A scaled score `x` becomes `cap tanh(x / cap)` before the mask.
     pub cap: Option<f32>,
@@ -110,8 +112,8 @@ pub struct CudaAttention<'a> {
 }
 
 impl CudaAttention<'_> {
-    /// Describes causal attention of `time` tokens to each other, with `scale` one over the square
-    /// root of `dim`.
+    /// Describes causal attention among `time` tokens. `scale` is one over the square root of
+    /// `dim`.
     pub fn causal(batch: usize, heads: usize, time: usize, dim: usize) -> Self {
         Self {
             batch,
@@ -241,8 +243,8 @@ impl CudaAttention<'_> {
         Ok(())
     }
 
-    /// Creates the call of a pass with `count` tiles in shared memory. Chooses the largest tiles
-    /// that fit in the shared memory of a block.
+    /// Creates the call of a pass whose blocks keep `count` tiles in shared memory. Chooses the
+    /// largest tiles that fit in a block's shared memory.
     fn call<'x>(
         &self,
         cuda: &'x Cuda<'x>,
@@ -268,8 +270,8 @@ impl CudaAttention<'_> {
         Ok((LayerCall::new(cuda, name, tiles.source, &q.part)?, tiles))
     }
 
-    /// Checks the arguments that both passes take. `of_queries` are arrays with a vector for each
-    /// query. Returns true if there is nothing to compute.
+    /// Checks the arguments of the forward and backward pass. `of_queries` are arrays with a vector
+    /// for each query. Returns true if there is nothing to compute.
     fn check(
         &self,
         call: &LayerCall<'_>,
@@ -332,7 +334,7 @@ impl CudaAttention<'_> {
         Ok(rows == 0 || dim == 0)
     }
 
-    /// Returns the arguments that all kernels take.
+    /// Returns the arguments that the kernels of both passes share.
     fn sizes(&self) -> Vec<Arg<'_>> {
         let Self {
             heads,
@@ -366,18 +368,18 @@ impl CudaAttention<'_> {
     }
 }
 
-/// Returns the argument for a size that `check` has found to be below 2^31.
+/// Returns the argument for a size. `check` has found the size to be below 2^31.
 fn small(size: usize) -> Arg<'static> {
     (size as u32).into()
 }
 
-/// Returns the source for heads of `dim` elements. `None` if they are too long.
+/// Returns the source for heads of `dim` elements. `None` if `dim` is too large.
 pub(super) fn source(dim: usize) -> Option<&'static SourcePair> {
     tiles(dim).next().map(|tiles| tiles.source)
 }
 
-/// Returns the tiles for heads of `dim` elements, the best ones first. Each later one needs less
-/// shared memory, up to the last one of this length.
+/// Returns the tiles for heads of `dim` elements, the best first. Each later one needs less
+/// shared memory.
 fn tiles(dim: usize) -> impl Iterator<Item = &'static Tiles> {
     let length = TILES
         .iter()
@@ -386,14 +388,15 @@ fn tiles(dim: usize) -> impl Iterator<Item = &'static Tiles> {
     TILES.iter().filter(move |tiles| Some(tiles.dim) == length)
 }
 
-/// Tiles of vectors in the shared memory of a block of the forward pass, and of one of gradients.
+/// Number of tiles in the shared memory of a block of the forward pass. The next constant is for
+/// gradients.
 const OF_FORWARD: usize = 2;
 const OF_GRADIENTS: usize = 4;
 
-/// The kernels for vectors of up to `dim` elements.
+/// The tile size for vectors of up to `dim` elements, and the CUDA source for it.
 struct Tiles {
     dim: usize,
-    /// Vectors of a tile: `N` of the source.
+    /// Number of vectors in a tile: `N` in the source.
     rows: usize,
     source: &'static SourcePair,
 }

@@ -6,17 +6,18 @@ use super::{Cuda, CudaPart, Grid, LayerCall, MatrixShape, ResultTarget, args, pr
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
-/// Columns of a block.
+/// Number of columns that a block sums.
 const COLUMNS_EACH: usize = 32;
-/// Rows that a block reads at the same time.
+/// Number of rows that a block reads at the same time.
 const ROWS_EACH: u32 = 8;
-/// The most chunks of rows.
+/// Maximum number of row chunks.
 const CHUNKS: usize = 64;
 
-/// The rows of a matrix in chunks. Each chunk has sums of its own, which are then added in order.
+/// A division of a matrix's rows into chunks. Each chunk is summed separately; then the sums are
+/// added in order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowChunks {
-    /// Number of rows of a chunk; of the last one at most as many.
+    /// Number of rows in a chunk. The last chunk may have fewer.
     pub(super) rows: usize,
     pub(super) count: usize,
 }
@@ -30,7 +31,7 @@ impl RowChunks {
         }
     }
 
-    /// Returns a grid with a block for some columns of a chunk: columns along x, chunks along y.
+    /// Returns a launch grid: blocks of [`COLUMNS_EACH`] columns along x, chunks along y.
     pub(super) fn grid(self, width: usize) -> Grid {
         // At most `CHUNKS` along y, and fewer than 2^31 along x for any array that fits a device.
         let blocks = (width.div_ceil(COLUMNS_EACH) as u32, self.count as u32, 1);
@@ -42,8 +43,8 @@ impl RowChunks {
     }
 }
 
-/// Computes the sums of the columns of `x`, `[rows, width]`. The sums are `f32`: the gradient of a
-/// bias.
+/// Computes the sum of each column of `x`, `[rows, width]`. The sums are `f32`, as for the gradient
+/// of a bias.
 ///
 /// # Errors
 ///

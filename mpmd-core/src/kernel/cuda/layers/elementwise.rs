@@ -7,7 +7,7 @@ use crate::error::Result;
 use mpmd_layout::aval::DType;
 use mpmd_layout::random::Key;
 
-/// Computes `y = a + b` of `elements` elements. `y` may be `a` or `b`.
+/// Computes `y = a + b` for `elements` elements. `y` may be `a` or `b`.
 ///
 /// # Errors
 ///
@@ -61,7 +61,7 @@ pub fn add_bias<'x>(
     call.over("add_bias", fours(rows, width), args)
 }
 
-/// Computes `y += factor x` of `elements` elements. `y` has the dtype of `x`, or `f32`.
+/// Computes `y += factor x` for `elements` elements. `y` has the dtype of `x`, or `f32`.
 ///
 /// # Errors
 ///
@@ -132,9 +132,9 @@ pub fn convert<'x>(
 /// Sets elements to zero with the probability `drop_p`, and multiplies the others by `1 / (1 -
 /// drop_p)`. The probability is rounded to a multiple of 2^-16 below 1. `y` may be `x`.
 ///
-/// The choice depends on `key` and the index of the element alone. It is that of the host: elements
-/// `4i` to `4i + 3` are kept by the 16-bit words of [`bits(key, i)`](mpmd_layout::random::bits).
-/// The same call computes the gradient of `x` from that of `y`.
+/// The choice depends only on `key` and the element's index, and equals the choice on the host. The
+/// 16-bit words of [`bits(key, i)`](mpmd_layout::random::bits) decide for the elements `4i` to `4i
+/// + 3`. The same call computes the gradient of `x` from that of `y`.
 ///
 /// # Errors
 ///
@@ -147,7 +147,7 @@ pub fn dropout<'x>(
     x: impl Into<CudaPart<'x>>,
     y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
-    /// The number of values of an element's random bits.
+    /// The number of different 16-bit random words.
     const DRAWS: f64 = 65536.0;
 
     let x = x.into();

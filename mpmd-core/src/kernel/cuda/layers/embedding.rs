@@ -6,10 +6,10 @@ use super::{Cuda, CudaPart, LayerCall, ResultTarget, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
-/// Sorted tokens that a block adds up.
+/// Number of sorted tokens whose gradients one block adds.
 const CHUNK: usize = 32;
 
-/// Gets rows of a table of `entries` rows by `tokens` indices.
+/// A lookup in a table of `entries` rows by `tokens` indices.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct CudaEmbedding {
     /// Number of indices.
@@ -21,8 +21,8 @@ pub struct CudaEmbedding {
 }
 
 impl CudaEmbedding {
-    /// Copies the rows of `table` for `indices`, of u8, u32 or i64, to `y`, `[tokens, width]`. Adds
-    /// `positions`, `[time, width]`: row `i` to each token whose number is `i` modulo `time`. An
+    /// Copies to `y`, `[tokens, width]`, the row of `table` for each index of u8, u32 or i64. Adds
+    /// row `i` of `positions`, `[time, width]`, to each token whose number is `i` modulo `time`. An
     /// index beyond the table gives a row of NaN.
     ///
     /// # Errors
@@ -65,9 +65,9 @@ impl CudaEmbedding {
         call.blocks("embed", tokens, args)
     }
 
-    /// Computes the gradient of the table, `f32`, from that of the result. Indices beyond the table
-    /// are left out. The gradient of positions is [`sum_rows`](super::sum_rows) of `d_y` as a
-    /// matrix `[tokens / time, time * width]`.
+    /// Computes the gradient of the table, `f32`, from `d_y`, the gradient of the result. Indices
+    /// beyond the table are left out. The gradient of positions is [`sum_rows`](super::sum_rows) of
+    /// `d_y` as a matrix `[tokens / time, time * width]`.
     ///
     /// # Errors
     ///

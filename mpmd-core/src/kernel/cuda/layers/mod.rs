@@ -40,8 +40,8 @@ use super::{Arg, Cuda, CudaPart, Grid, Source};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
-/// Returns the sources of all layers for arrays of `dtype`, with that of attention for heads of
-/// `dim` elements. None unless the dtype is `f32` or `bf16`.
+/// Returns the CUDA sources of all layers for arrays of `dtype`, with attention for heads of `dim`
+/// elements. Empty unless the dtype is `f32` or `bf16`.
 pub fn sources(dtype: DType, dim: usize) -> Vec<&'static Source> {
     let pairs = [
         &ACTIVATION,
@@ -73,20 +73,21 @@ impl MatrixShape {
         Self { rows, width }
     }
 
-    /// Returns the number of elements. One that is too large for a `usize` is the largest `usize`.
+    /// Returns the number of elements, or `usize::MAX` if it is larger.
     fn elements(self) -> usize {
         product(&[self.rows, self.width])
     }
 }
 
-/// The place of a result. Its old values are overwritten, unless it is made by [`add_to`].
+/// The destination of a result. The result overwrites the old values, unless [`add_to`] created the
+/// target.
 #[derive(Clone, Copy, Debug)]
 pub struct ResultTarget<'a> {
     part: CudaPart<'a>,
     adds: bool,
 }
 
-/// Returns the place of a result that is added to the old values.
+/// Returns a destination that adds a result to its old values.
 pub fn add_to<'a>(part: impl Into<CudaPart<'a>>) -> ResultTarget<'a> {
     ResultTarget {
         part: part.into(),
@@ -103,7 +104,7 @@ impl<'a, P: Into<CudaPart<'a>>> From<P> for ResultTarget<'a> {
     }
 }
 
-/// Threads of a block.
+/// Number of threads in a block.
 const THREADS: u32 = 256;
 
 /// Returns a reference to an array of arguments.
@@ -142,14 +143,14 @@ impl<'a> LayerCall<'a> {
         })
     }
 
-    /// Checks arrays of the call's dtype: (name, part, least number of elements).
+    /// Checks arrays of the call's dtype, given as (name, part, minimum number of elements).
     fn has(&self, parts: &[(&str, &CudaPart<'_>, usize)]) -> Result<()> {
         parts
             .iter()
             .try_for_each(|(name, part, least)| self.one(name, part, self.dtype, *least))
     }
 
-    /// Checks arrays of `f32`.
+    /// Checks arrays of `f32`, given as (name, part, minimum number of elements).
     fn has_f32(&self, parts: &[(&str, &CudaPart<'_>, usize)]) -> Result<()> {
         parts
             .iter()
@@ -167,7 +168,7 @@ impl<'a> LayerCall<'a> {
         Ok(())
     }
 
-    /// Checks an array of indices, and returns its bytes per element.
+    /// Checks an array of indices, and returns the bytes per index.
     fn indices(&self, name: &str, part: &CudaPart<'_>, least: usize) -> Result<u32> {
         match part.dtype() {
             DType::U8 | DType::U32 | DType::I64 => {}
@@ -178,7 +179,7 @@ impl<'a> LayerCall<'a> {
         Ok(part.dtype().size() as u32)
     }
 
-    /// Checks that results can be written.
+    /// Checks that these parts, which get results, are writable.
     fn writes(&self, parts: &[&CudaPart<'_>]) -> Result<()> {
         match parts.iter().all(|part| part.is_writable()) {
             true => Ok(()),
@@ -190,12 +191,12 @@ impl<'a> LayerCall<'a> {
         Err(Error::kernel(format!("{}: {why}", self.name)))
     }
 
-    /// Launches a function with `blocks` blocks. With none, launches nothing.
+    /// Launches a function with `blocks` blocks. Does nothing if `blocks` is 0.
     fn blocks(&self, function: &str, blocks: usize, args: &[Arg<'_>]) -> Result<()> {
         self.shared(function, blocks, 0, args)
     }
 
-    /// Launches a function whose blocks have `bytes` bytes of shared memory.
+    /// Launches a function with `blocks` blocks that have `bytes` bytes of shared memory each.
     fn shared(&self, function: &str, blocks: usize, bytes: u32, args: &[Arg<'_>]) -> Result<()> {
         match i32::try_from(blocks) {
             Ok(0) => Ok(()),
@@ -219,14 +220,15 @@ impl<'a> LayerCall<'a> {
     }
 }
 
-/// Returns the product of sizes. `usize::MAX` if it is larger: no part has as many elements.
+/// Returns the product of sizes. `usize::MAX` if the product is larger: no part has as many
+/// elements.
 fn product(sizes: &[usize]) -> usize {
     sizes
         .iter()
         .fold(1, |product: usize, size| product.saturating_mul(*size))
 }
 
-/// Returns the arguments of a cap: whether there is one, and its value.
+/// Returns the kernel arguments for a cap: 1 or 0 for its presence, and its value.
 fn capped(cap: Option<f32>) -> [Arg<'static>; 2] {
     [
         u32::from(cap.is_some()).into(),
@@ -234,7 +236,7 @@ fn capped(cap: Option<f32>) -> [Arg<'static>; 2] {
     ]
 }
 
-/// Returns the number of threads that walk over a matrix, four elements of a row at a time.
+/// Returns the number of threads for a matrix if each handles four elements of a row.
 fn fours(rows: usize, width: usize) -> usize {
     product(&[rows, width.div_ceil(4)])
 }

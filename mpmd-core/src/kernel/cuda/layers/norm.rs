@@ -7,7 +7,7 @@ use super::{Cuda, CudaPart, LayerCall, ResultTarget, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
-/// Scales each row to variance 1, then scales and shifts each column.
+/// A layer norm or RMS norm: scales each row to variance 1, then scales and shifts each column.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CudaNorm {
     /// Number of rows.
@@ -16,14 +16,14 @@ pub struct CudaNorm {
     pub width: usize,
     /// Number added to the variance.
     pub eps: f32,
-    /// True if rows get mean 0: a layer norm. Else the mean square takes the place of the variance:
-    /// an RMS norm.
+    /// True for a layer norm, which gives rows mean 0. False for an RMS norm, which divides by the
+    /// root of the mean square.
     pub remove_mean: bool,
 }
 
 impl CudaNorm {
-    /// Computes `y`, `[rows, width]`, from `x` of this shape. `weight` and `bias` have one element
-    /// for each column. `statistics`, `[rows, 2]` of `f32`, becomes the mean of each row and one
+    /// Computes `y`, `[rows, width]`, from `x` of the same shape. `weight` and `bias` have one
+    /// element for each column. `statistics`, `[rows, 2]` of `f32`, gets each row's mean and one
     /// over its standard deviation, for the backward pass. `y` may be `x`.
     ///
     /// # Errors

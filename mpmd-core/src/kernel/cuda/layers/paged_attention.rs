@@ -7,13 +7,13 @@ use super::{Arg, Cuda, CudaPart, Heads, LayerCall, THREADS, args, capped, produc
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
-/// Keys that a block of threads reads, which has a thread for each.
+/// Number of keys that a block of threads reads: one for each thread.
 const KEYS: usize = THREADS as usize;
-/// The most elements of scratch memory for parts of results.
+/// Maximum number of elements of scratch memory for partial results.
 const ROOM: usize = 1 << 24;
 
-/// The keys and values of a layer, in blocks of 16 tokens. Sequences have their own blocks, or
-/// share those of equal beginnings.
+/// The cached keys and values of a layer, in blocks of 16 tokens. Sequences with equal beginnings
+/// may share the blocks of these tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedKeysValues<'a> {
     /// Number of blocks.
@@ -22,24 +22,24 @@ pub struct PagedKeysValues<'a> {
     pub groups: usize,
     /// Elements of a key and of a value: at most 256.
     pub dim: usize,
-    /// `[blocks, groups, dim, 16]`: the keys of a block lie next to each other.
+    /// The keys, `[blocks, groups, dim, 16]`.
     pub keys: CudaPart<'a>,
-    /// `[blocks, groups, 16, dim]`.
+    /// The values, `[blocks, groups, 16, dim]`.
     pub values: CudaPart<'a>,
 }
 
-/// The function of the scores of queries and keys, and the number of keys that a query sees.
+/// The scaling of the scores of queries and keys, and the number of keys that a query sees.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionScores {
     /// Factor of the products of queries and keys.
     pub scale: f32,
     /// A scaled score `x` becomes `cap tanh(x / cap)`.
     pub cap: Option<f32>,
-    /// Number of keys that a query sees, its own included. `None` for all.
+    /// Number of keys that a query sees, including its own token's. `None` for all.
     pub window: Option<usize>,
 }
 
-/// The tokens of a pass, of any sequences. All numbers are `u32`.
+/// The tokens of a pass, which may be of several sequences. All numbers are `u32`.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedTokens<'a> {
     /// Number of tokens.
@@ -48,15 +48,16 @@ pub struct PagedTokens<'a> {
     pub sequences: CudaPart<'a>,
     /// The position of each token in its sequence.
     pub positions: CudaPart<'a>,
-    /// The blocks of sequences in order: `[sequences, most]`. A sequence may have fewer.
+    /// The blocks of each sequence in order: `[sequences, most]`. A sequence may have fewer than
+    /// `most`.
     pub tables: CudaPart<'a>,
-    /// The length of a row of `tables`.
+    /// Number of columns of `tables`: the maximum number of blocks of a sequence.
     pub most: usize,
 }
 
 impl PagedKeysValues<'_> {
-    /// Writes the keys and values of the tokens of a pass to their places. `k` and `v` are laid out
-    /// as for one sequence. Leaves out a token if its block does not exist.
+    /// Writes the keys and values of a pass's tokens to their blocks. `k` and `v` are laid out as
+    /// for one sequence. Skips a token if its block does not exist.
     ///
     /// # Errors
     ///
@@ -100,10 +101,10 @@ impl PagedKeysValues<'_> {
         call.over("paged_write", all, &args)
     }
 
-    /// Computes the causal attention of the queries of a pass, for `heads` heads, to the keys that
-    /// were written before. Each head of keys serves as many consecutive heads. A token's result
-    /// does not depend, to the bit, on the rest of the pass or on the division of its sequence over
-    /// passes. If the block of a key does not exist, the result is NaN.
+    /// Computes the causal attention of the queries of a pass, with `heads` heads, to the keys
+    /// written before. `heads / groups` consecutive heads of queries use one head of keys. A
+    /// token's result does not depend, to the bit, on the rest of the pass, or on how its sequence
+    /// is divided over passes. If a key's block does not exist, the result is NaN.
     ///
     /// # Errors
     ///
@@ -203,7 +204,7 @@ impl PagedKeysValues<'_> {
         )
     }
 
-    /// Returns the arguments that all kernels take.
+    /// Returns the arguments that all kernels of paged attention share.
     fn args<'x>(&self, rows: &PagedTokens<'x>) -> Vec<Arg<'x>> {
         vec![
             self.blocks.into(),

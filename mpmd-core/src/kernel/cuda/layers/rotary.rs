@@ -6,36 +6,39 @@ use super::{Cuda, CudaPart, Heads, LayerCall, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
-/// The rows of the tables of cosines and sines, which are `f32` and `[_, dim / 2]`.
+/// The choice of each token's row in the tables of cosines and sines, which are `f32` and `[_, dim
+/// / 2]`.
 #[derive(Clone, Copy, Debug)]
 pub enum RotaryAngles<'a> {
-    /// Token `t` of a sequence has row `sequence * n + t`. With `n` 0 all sequences have the same
-    /// rows.
+    /// Token `t` of sequence `s` uses row `s * n + t`, where `n` is this number. With `n` 0 all
+    /// sequences use the same rows.
     ByTime(usize),
-    /// The row of each token, `u32`, which must be below the tables' number of rows.
+    /// The index of each token's row, `u32`. It must be below the tables' number of rows.
     ByPosition(CudaPart<'a>),
 }
 
-/// Rotates pairs of elements of the vectors of `heads` heads by angles that depend on the token.
+/// A rotary embedding: rotates pairs of elements in each head's vectors by angles that depend on
+/// the token.
 #[derive(Clone, Copy, Debug)]
 pub struct Rotary<'a> {
     /// Number of sequences.
     pub batch: usize,
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub time: usize,
     /// Number of heads.
     pub heads: usize,
-    /// Elements of a vector that are rotated, from its first on: an even number.
+    /// Number of elements of a vector that are rotated, counted from its start: an even number.
     pub dim: usize,
-    /// True if the pairs are `(2i, 2i + 1)`. Else they are `(i, i + dim / 2)`.
+    /// True if the rotated pairs are the elements `(2i, 2i + 1)`. False for the pairs `(i, i + dim
+    /// / 2)`.
     pub beside: bool,
-    /// The rows of the tables.
+    /// The choice of each token's row in the tables.
     pub angles: RotaryAngles<'a>,
 }
 
 impl Rotary<'_> {
-    /// Rotates the vectors of `x`. `y` may be `x`. With `is_back` rotates in the other direction:
-    /// so the gradient of `x` results from that of `y`.
+    /// Rotates the vectors of `x`, with the result in `y`. `y` may be `x`. With `is_back` rotates
+    /// in the other direction, which computes the gradient of `x` from that of `y`.
     ///
     /// # Errors
     ///

@@ -6,8 +6,8 @@ use super::{Cuda, CudaPart, LayerCall, MatrixShape, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
-/// Computes the softmax of each row of `x`, `[rows, width]`, or with `is_log` its logarithm. `y`
-/// may be `x`.
+/// Computes the softmax of each row of `x`, `[rows, width]`, or with `is_log` the logarithm of the
+/// softmax. `y` may be `x`.
 ///
 /// # Errors
 ///
@@ -60,25 +60,25 @@ pub fn softmax_backward<'x>(
     call.blocks("softmax_backward", rows, args)
 }
 
-/// The cross-entropy of classes under rows of logits, in nats.
+/// The cross-entropy of target classes under rows of logits, in nats.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaCrossEntropy<'a> {
     /// Number of rows.
     pub rows: usize,
-    /// Length of a row.
+    /// Number of classes: the length of a row of logits.
     pub classes: usize,
     /// The class of each row, of u8, u32 or i64.
     pub targets: CudaPart<'a>,
-    /// The weight of each row, `f32`. Without it, each row has weight 1. A row of weight 0 may have
-    /// any target.
+    /// The weight of each row, `f32`. Without weights, each row has weight 1. A row of weight 0 may
+    /// have any target.
     pub weights: Option<CudaPart<'a>>,
 }
 
 impl CudaCrossEntropy<'_> {
-    /// Sets `total`, two numbers of `f32`, to the sum of all losses times their weights, and to the
-    /// sum of the weights. `normalizers`, `[rows, 2]` of `f32`, becomes the largest logit of each
-    /// row and one over the sum of its exponentials, for [`backward`](Self::backward). A target
-    /// that is no class gives NaN.
+    /// Sets `total`, two numbers of `f32`, to the weighted sum of all losses and the sum of the
+    /// weights. `normalizers`, `[rows, 2]` of `f32`, gets the largest logit of each row and one
+    /// over the sum of its exponentials, for [`backward`](Self::backward). A target that is no
+    /// class gives NaN.
     ///
     /// # Errors
     ///
@@ -121,8 +121,9 @@ impl CudaCrossEntropy<'_> {
         call.blocks("loss_total", 1, args)
     }
 
-    /// Computes the gradient of the logits: `scale` times that of the sum of losses, times the
-    /// number `d_loss` on the device, `f32`, if there is one. `d_logits` may be `logits`.
+    /// Computes the gradient of the logits: the gradient of the weighted sum of losses, times
+    /// `scale`. If `d_loss`, an `f32` on the device, is given, also multiplies by it. `d_logits`
+    /// may be `logits`.
     ///
     /// # Errors
     ///
@@ -169,7 +170,7 @@ impl CudaCrossEntropy<'_> {
         call.blocks("cross_entropy_backward", rows, args)
     }
 
-    /// Checks what both passes take. Returns the bytes of a target.
+    /// Checks the arguments of the forward and backward pass. Returns the bytes per target.
     fn check(
         &self,
         call: &LayerCall<'_>,
