@@ -33,9 +33,9 @@ pub(crate) struct OperationNote {
 /// Builds a dry run while its program runs. Handles may be dropped on any thread.
 pub(crate) struct DryRunBuilder {
     state: Mutex<DryRunState>,
-    /// The process that the program stands for in this dry run.
+    /// The process whose view of the job this dry run records.
     process: ProcessId,
-    /// The output file and the limit of steps, for a process that was started to write its dry run.
+    /// The settings of a process that was started to write its dry run to a file. `None` otherwise.
     order: Option<Order>,
 }
 
@@ -49,18 +49,18 @@ pub(crate) struct Order {
     pub(crate) most_steps: u64,
 }
 
-/// The dry run so far, with the indices of its texts.
+/// The dry run recorded so far, with indices for its descriptors and lines.
 #[derive(Default)]
 struct DryRunState {
     dry_run: DryRun,
     descriptors: HashMap<OpDescriptor, u32>,
     lines: HashMap<&'static Location<'static>, u32>,
-    /// The last operation before the last wait for all of them.
+    /// The number of the last operation before the latest wait for all operations.
     synced: u64,
 }
 
-/// Cache of the index of a call's or a move's descriptor in the dry run. It is valid for one
-/// program, which is enough: a program has one.
+/// A cached index of the descriptor of a call or a move in the dry run. It is valid for one
+/// program, which is enough: a process runs one program.
 #[derive(Debug, Default)]
 pub(crate) struct KnownDescriptor(OnceLock<u32>);
 
@@ -86,8 +86,8 @@ impl DryRunBuilder {
         self.process
     }
 
-    /// Notes the next operation. `takes` gives each input, and true if it is donated. `known`
-    /// caches the index of the descriptor, so that `descriptor` runs once.
+    /// Notes the next operation. `takes` has each input, with true if it is donated. `known` caches
+    /// the index of the descriptor, so that `descriptor` is called only once.
     pub(crate) fn operation<'a>(
         &self,
         note: OperationNote,
@@ -133,8 +133,8 @@ impl DryRunBuilder {
         state.dry_run.drops.push(Dropped { array, after });
     }
 
-    /// Notes that the program waits for an array at line `at`. `values` is true if it reads the
-    /// values.
+    /// Notes that the program waits for an array at line `at`. `values` is true if the wait is a
+    /// read of the values.
     pub(crate) fn read(&self, array: Array, values: bool, at: &'static Location<'static>) {
         let mut state = self.state.lock();
         let after = state.dry_run.operations.len() as u64;
@@ -147,8 +147,8 @@ impl DryRunBuilder {
         });
     }
 
-    /// Notes that the program waits at line `at` for all operations that were issued so far: for
-    /// the arrays that they made since the last such wait.
+    /// Notes that the program waits at line `at` for all operations issued so far. Records a wait
+    /// for each array that they made since the last such wait.
     pub(crate) fn sync(&self, at: &'static Location<'static>) {
         let mut state = self.state.lock();
         let after = state.dry_run.operations.len() as u64;

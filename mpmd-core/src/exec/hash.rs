@@ -6,11 +6,11 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Number of bytes that [`Rolling::mix_blocks`] takes at once.
+/// Number of bytes in a block of [`Rolling::mix_blocks`].
 pub(crate) const BLOCK: usize = 64;
 
-/// The start of each lane of [`Rolling::mix_blocks`]: fractional parts of the square roots of the
-/// first primes.
+/// The initial value of each lane of [`Rolling::mix_blocks`]: fractional parts of the square roots
+/// of the first primes.
 const LANES: [u64; 4] = [
     0x6a09_e667_f3bc_c908,
     0xbb67_ae85_84ca_a73b,
@@ -18,7 +18,7 @@ const LANES: [u64; 4] = [
     0xa54f_f53a_5f1d_36f1,
 ];
 
-/// A 128-bit hash that words are mixed into.
+/// A 128-bit hash into which words are mixed.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Rolling(u64, u64);
 
@@ -81,8 +81,8 @@ impl Rolling {
     }
 }
 
-/// A map by the origin of arrays: (number of the operation, index of the result). These numbers do
-/// not come from outside, so the hash only has to be quick.
+/// A map by the origin of arrays: (number of the operation, index of the result). The keys come
+/// from this program only, so a fast hash without protection against attacks is enough.
 pub(crate) type OriginMap<V> = HashMap<(u64, u32), V, BuildHasherDefault<OriginHasher>>;
 
 /// The hasher of an [`OriginMap`].

@@ -18,10 +18,10 @@ use crate::exec::array::{ArrayHandle, LocalShard, WeakHandle};
 use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::DeviceId;
 
-/// Arrays with fewer bytes on this process are not listed in out-of-memory errors.
+/// Minimum size in bytes, on this process, of the arrays that out-of-memory errors list.
 pub(super) const WORTH_NAMING: u64 = 64 << 10;
 
-/// Large arrays of this process, listed in out-of-memory errors.
+/// The large arrays of this process, for out-of-memory errors.
 #[derive(Default)]
 pub(crate) struct LargeArrays {
     arrays: BTreeMap<(u64, u32), WeakHandle>,
@@ -37,9 +37,9 @@ impl LargeArrays {
         self.arrays.insert(key, array.downgrade());
     }
 
-    /// Returns up to `count` (bytes, array), the largest first by the bytes that `pool` counts.
-    /// Shards that are not made yet count if they are on one of `devices`. If arrays share memory,
-    /// the bytes count for the oldest only.
+    /// Returns up to `count` (bytes, array) with the most bytes in `pool`. Shards that are not made
+    /// yet count if they are on one of `devices`. If arrays share memory, the bytes count for the
+    /// oldest array only.
     fn largest(
         &self,
         count: usize,
@@ -89,14 +89,14 @@ impl Runtime {
     /// devices share one host memory, which has no limit. Messages name operation `op` with its
     /// description.
     ///
-    /// Blocks while operations that were issued before may still free memory. It never waits for
-    /// later operations, nor for operation `op` itself, which is already in flight. Memory lent to
-    /// peers may never be returned. If its return would be enough, this waits for it up to the peer
+    /// Blocks while operations that were issued before may still free memory. Never waits for later
+    /// operations, nor for operation `op` itself, which is already in flight. Peers may never
+    /// return the memory lent to them. If its return would be enough, waits for it up to the peer
     /// timeout.
     ///
     /// # Errors
     ///
-    /// Out of memory. The message lists the largest arrays there and the lent bytes.
+    /// Out of memory. The message lists the largest arrays in the same memory and the lent bytes.
     pub(crate) fn reserve(
         &self,
         local_index: usize,
@@ -114,8 +114,8 @@ impl Runtime {
         )
     }
 
-    /// Reserves memory for several buffers of these sizes, all or none. Blocks and fails
-    /// as [`Runtime::reserve`] does.
+    /// Reserves memory for buffers of these sizes, either all or none. Blocks and fails as
+    /// [`Runtime::reserve`] does.
     pub(crate) fn reserve_all(
         &self,
         local_index: usize,
@@ -169,19 +169,18 @@ impl Runtime {
         }
     }
 
-    /// Returns (memory for an output of operation `op` that updates the input `memory` in place,
-    /// bytes to copy into it first). The second is `None` if the first is the input's own memory.
-    /// Call it on a device's thread.
+    /// Returns the memory for an output of operation `op` that updates the input `memory` in place.
+    /// Also returns the bytes to copy into that memory first, or `None` if it is the input's own
+    /// memory. Call it on a device's thread.
     ///
-    /// Host values that a pool counts are copied, into the room that they have taken there. If
-    /// other readers still use `memory`, or a peer has lent it, this returns another buffer and the
-    /// bytes to copy into it. If there is no room for that buffer, this blocks while operations
-    /// before `op` may release memory. It never waits for later operations, and for lent memory
-    /// only as [`Runtime::reserve`] does.
+    /// Host values that a pool counts are copied into the memory reserved for them there. If other
+    /// readers still use `memory`, or a peer has lent it, the output gets another buffer. If there
+    /// is no memory for that buffer, blocks while operations before `op` may release memory. Never
+    /// waits for later operations. Waits for lent memory as [`Runtime::reserve`] does.
     ///
     /// # Errors
     ///
-    /// If there is still no room once all of those have ended.
+    /// If there is still no memory after these waits.
     pub(crate) fn take_over(
         &self,
         mut memory: SharedBuffer,
@@ -227,15 +226,15 @@ impl Runtime {
         }
     }
 
-    /// Returns true if operations wait for returns of lent memory. Once the job has failed, they
-    /// would only delay its end, each by the peer timeout.
+    /// Returns true if operations wait for lent memory to be returned. After the job has failed
+    /// they do not: each would delay the job's end by the peer timeout.
     fn is_patient(&self) -> bool {
         self.trouble().is_none()
     }
 
-    /// Waits until the count of ended operations exceeds `ended`. Returns false if it does not
-    /// within the peer timeout. Only time in which this process runs counts: a stop may have hit
-    /// the whole job.
+    /// Waits until the count of ended operations exceeds `ended`. Returns false if the count does
+    /// not within the peer timeout. Only time in which this process runs counts, since a stop may
+    /// hit the whole job.
     fn has_ended_since(&self, ended: u64) -> bool {
         const SLICE: Duration = Duration::from_secs(1);
         let mut left = self.config.peer_timeout;
@@ -254,8 +253,8 @@ impl Runtime {
         }
     }
 
-    /// Creates the failure of an operation that got no memory. The message has the operation's
-    /// line, and the bytes lent to peers.
+    /// Creates the failure of an operation that got no memory. The message has the operation's line
+    /// and the bytes lent to peers.
     pub(crate) fn out_of_memory(&self, op: u64, error: &OutOfMemory) -> Arc<Failure> {
         let known = self.router.lock().describe(op);
         let operation = known.unwrap_or_else(|| format!("operation {op}"));
@@ -307,7 +306,7 @@ impl Runtime {
             .collect()
     }
 
-    /// Remembers an array with at least 64 KiB on this process, to list it in out-of-memory errors.
+    /// Adds an array with at least 64 KiB on this process to the list for out-of-memory errors.
     pub(crate) fn holds(&self, array: &ArrayHandle) {
         if array.local_bytes() >= WORTH_NAMING {
             self.holders.lock().insert(array.origin(), array);
@@ -315,8 +314,8 @@ impl Runtime {
     }
 }
 
-/// Blocks until devices have read host memory that is about to be written. Returns at once for
-/// device memory: later work is ordered behind its fences.
+/// Blocks until devices have read host memory that is about to be overwritten. Returns at once for
+/// device memory, whose fences order later work.
 fn wait_for_devices(memory: &mut OwnedBuffer) {
     if memory.device().is_some() || memory.fences().are_over() {
         return;
@@ -331,7 +330,7 @@ fn wait_for_devices(memory: &mut OwnedBuffer) {
     memory.clear_fences();
 }
 
-/// Returns true if there would be room once all lent memory is returned.
+/// Returns true if the allocation would succeed once all lent memory is returned.
 fn loans_are_enough(error: &OutOfMemory, lent: u64) -> bool {
     let wanted = error.live + error.reserved + error.asked;
     lent > 0

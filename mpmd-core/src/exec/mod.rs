@@ -53,7 +53,7 @@ pub(crate) use moves::reach::follow;
 pub(crate) use moves::receive::Waiter;
 pub(crate) use moves::send::Outgoing;
 pub(crate) use moves::transfer::SourceLayout;
-/// The router's view of a replayed step.
+/// The router's views: of a replayed step, and of the hashes of an operation's values.
 pub(crate) use mpmd_proto::router::{OpSpan, ValueHashes};
 pub(crate) use waits::async_buffer::{
     AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers,
@@ -69,11 +69,12 @@ use crate::trace::spans::{self, KernelSpan};
 use mpmd_layout::topology::{DeviceId, Topology};
 use mpmd_record::trace::{PieceStep, TraceEventKind};
 
-/// One process's part of a job: everything except the program thread's operation numbering.
+/// One process's part of a job. Only the numbering of operations is elsewhere, on the program
+/// thread.
 pub(crate) struct Runtime {
     pub(crate) me: ProcessId,
     pub(crate) topology: Topology,
-    /// Fingerprint of the topology, on which plans depend.
+    /// Hash of the topology. Plans depend on it.
     pub(crate) topology_fingerprint: u64,
     pub(crate) config: RuntimeConfig,
     pub(crate) devices: Vec<LocalDevice>,
@@ -101,24 +102,25 @@ pub(crate) struct Runtime {
     pub(crate) communicators: Communicators,
     holders: Mutex<LargeArrays>,
     under_way: Mutex<UnderWay>,
-    /// The last operation before the step that is being captured, `u64::MAX` if no step is being
-    /// captured.
+    /// The number of the last operation before the step that is being captured. `u64::MAX` without
+    /// a capture.
     pub(crate) capture_from: AtomicU64,
     /// Number of donations of [watched](array::Placed::watch) arrays.
     pub(crate) watched_donations: AtomicU64,
-    /// Set only in a dry run.
+    /// The dry run that this program records. `None` in a real run.
     pub(crate) dry_run: Option<DryRunBuilder>,
-    /// True if slow processes are looked for.
+    /// True if kernels are timed, to find slow processes.
     pub(crate) times_kernels: AtomicBool,
-    /// Nanoseconds in which kernels have run on this process's CPU devices, and in which the
-    /// process was [held up](Self::watch_stalls), as far as counted.
+    /// Nanoseconds of kernels on this process's CPU devices, plus nanoseconds in which the process
+    /// was [held up](Self::watch_stalls). Counted only in part.
     pub(crate) kernel_nanos: AtomicU64,
-    /// Payload bytes of pieces given to the transport, indexed by destination process.
+    /// Payload bytes that were handed to the transport, indexed by destination process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
-    /// Messages with pieces given to the transport, indexed by destination process.
+    /// Number of messages with pieces that were handed to the transport, indexed by destination
+    /// process.
     pub(crate) messages_sent: Vec<AtomicU64>,
     trouble: Mutex<Trouble>,
-    /// Notified when a peer leaves or something fails.
+    /// Notified when a peer leaves or a failure occurs.
     changed: Condvar,
     /// True once this process has left the job. The ticker and the NCCL watcher then end.
     stopped: Arc<AtomicBool>,
@@ -139,11 +141,12 @@ pub(crate) struct RuntimeConfig {
     pub(crate) check_uncommitted: bool,
     /// True if the replicas of kernels' outputs are compared.
     pub(crate) check_replicas: bool,
-    /// One kernel call in this many is recomputed on another process; 0 if none is.
+    /// The interval, in kernel calls, at which a call is recomputed on another process. 0 for
+    /// never.
     pub(crate) check_replay: u64,
-    /// True if each call of the program waits for its operations.
+    /// True if each call of the program blocks until its operations have ended.
     pub(crate) sync: bool,
-    /// The driver's numbers of this process's accelerators, in order.
+    /// The CUDA driver's numbers of this process's accelerators, in order.
     pub(crate) ordinals: Vec<u32>,
     pub(crate) trace: Trace,
 }
@@ -155,13 +158,13 @@ pub(crate) struct LocalDevice {
     /// The accelerator, `None` for a CPU device. The device's thread issues work to it and
     /// never waits for that work.
     pub(crate) accelerator: Option<Arc<Accelerator>>,
-    /// The trace time at which the work of an accelerator ended last, as the host saw it.
+    /// The trace time at which the host last saw the accelerator's work end.
     seen_end: AtomicU64,
     queue: JobWorker,
 }
 
 impl Runtime {
-    /// Returns the time since this runtime started. It is the router's clock.
+    /// Returns the time since this runtime started, which is the router's clock.
     pub(crate) fn now(&self) -> Duration {
         since(self.start)
     }
@@ -189,8 +192,8 @@ impl Runtime {
     }
 
     /// Records that a device of this process began its part of operation `op` at time `at`. `since`
-    /// is the time at which the device turned to the operation. `input` is the operation that made
-    /// the input it waited for last. Times are those of the trace.
+    /// is the time at which the device started to wait for the inputs. `input` is the operation
+    /// that made the last input to be ready. Times are trace times.
     #[inline]
     pub(crate) fn trace_start(
         &self,
@@ -223,8 +226,8 @@ impl Runtime {
         });
     }
 
-    /// Records start and end of an operation that a device ran asynchronously. The times are
-    /// (`since`, `begin`, `end`) of the trace. From `since` on the device had no earlier work left.
+    /// Records start and end of an operation that a device ran asynchronously, as trace times
+    /// `since`, `begin` and `end`. From `since` on the device had no earlier work left.
     pub(crate) fn trace_ran(
         &self,
         device: usize,
@@ -243,8 +246,9 @@ impl Runtime {
         });
     }
 
-    /// Records an operation that a device without a clock ran asynchronously: issued at `issued`,
-    /// and seen to end now. It began when the work before it had ended, or when it was issued.
+    /// Records an operation that a device without a clock ran asynchronously. It was issued at
+    /// `issued` and has ended now. Its begin is the end of the device's earlier work, or `issued`
+    /// if that is later.
     pub(crate) fn trace_seen(&self, device: usize, op: u64, issued: u64, input: Option<u64>) {
         if self.trace.is_on() {
             let end = self.trace.now();
@@ -269,7 +273,7 @@ impl Runtime {
         self.log_piece(step, key, peer, bytes);
     }
 
-    /// Tells the program's log of a step in the transfer of a piece, if it takes spans.
+    /// Logs a step in the transfer of a piece, if the program's log records spans.
     #[inline]
     fn log_piece(&self, step: PieceStep, key: PieceKey, peer: ProcessId, bytes: u64) {
         let (op, piece) = key;
@@ -280,8 +284,8 @@ impl Runtime {
         }
     }
 
-    /// Enters the span of a kernel of operation `op` on a device, if the program's log takes spans.
-    /// `said` tells what this thread does: "ran" or "issued".
+    /// Enters the span of a kernel of operation `op` on a device, if the program's log records
+    /// spans. `said` is the thread's action: "ran" or "issued".
     #[inline]
     pub(crate) fn enter_kernel(
         &self,
@@ -293,8 +297,8 @@ impl Runtime {
         Some(KernelSpan::enter(&operation, &device, said))
     }
 
-    /// Tells the program's log, if it takes spans, that a device has run an issued kernel of
-    /// operation `op`: for this time in nanoseconds, if it is known.
+    /// Logs, if the program's log records spans, that a device has run a kernel of operation `op`.
+    /// `took` is the kernel's time in nanoseconds, if known.
     pub(crate) fn log_ran(&self, op: u64, device: DeviceId, took: Option<u64>) {
         if spans::are_on()
             && let Some(operation) = self.in_flight.span(op)
@@ -323,7 +327,7 @@ impl Runtime {
     }
 }
 
-/// The payload types of this runtime's router.
+/// The payload types of a [`Runtime`]'s router.
 pub(crate) struct InProcess;
 
 impl Cargo for InProcess {

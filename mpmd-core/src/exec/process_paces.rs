@@ -8,43 +8,43 @@
 
 use std::collections::VecDeque;
 
-/// The number of commits in a window: the times of one window are compared with those of a later
-/// one.
+/// Number of commits in a window. The times of an early window are compared with those of the
+/// latest window.
 const WINDOW: usize = 12;
 
-/// The number of commits at the start of an epoch that are not counted.
+/// Number of commits at the start of an epoch whose times are ignored.
 const WARM_UP: usize = 3;
 
-/// The number of commits in a row at which a process must be too slow.
+/// Number of successive commits at which a process must be too slow.
 const STREAK: usize = 3;
 
-/// Times below this are too short to be compared, in microseconds.
+/// Minimum time between commits that is compared, in microseconds.
 const SHORTEST: f64 = 200.0;
 
-/// The times of an epoch.
+/// The times of all processes in an epoch, for the search for slow ones.
 #[derive(Debug)]
 pub(crate) struct ProcessPaces {
     /// The factor by which a process must have become slower than the others.
     factor: f64,
-    /// By process: its time so far, in microseconds.
+    /// Total time of each process so far, in microseconds.
     totals: Vec<u64>,
-    /// By process.
+    /// The times and changes of each process.
     windows: Vec<PaceWindow>,
     commits: usize,
     streak: SlowStreak,
 }
 
-/// The times of a process that are compared.
+/// The times of one process, early and late in the epoch.
 #[derive(Clone, Debug, Default)]
 struct PaceWindow {
     /// The times of the first commits after the warm-up, in microseconds.
     first: Vec<f64>,
-    /// The changes since then, by a factor, at the last commits, beyond those of the other
-    /// processes.
+    /// The changes at the last commits: the time as a multiple of the early time, divided by the
+    /// common change of the other processes.
     last: VecDeque<f64>,
 }
 
-/// The last commits in a row at which the same process was too slow.
+/// The process that was too slow at the last commits, and the number of these commits.
 #[derive(Clone, Copy, Debug, Default)]
 struct SlowStreak {
     process: usize,
@@ -69,8 +69,8 @@ impl ProcessPaces {
         }
     }
 
-    /// Takes the times of all processes so far, in microseconds, at a commit. Returns the process
-    /// that has become slow by most, if one has.
+    /// Takes the total times of all processes at a commit, in microseconds. Returns the process
+    /// that has become slowest, if it counts as slow.
     pub(crate) fn at_commit(&mut self, totals: &[u64]) -> Option<SlowProcess> {
         if self.totals.len() != totals.len() {
             self.windows = vec![PaceWindow::default(); totals.len()];
@@ -141,8 +141,8 @@ impl ProcessPaces {
         })
     }
 
-    /// Adds the changes of all processes at a commit, each without the load of the machine. The
-    /// load is that of all processes: it goes out commit by commit.
+    /// Adds the changes of all processes at a commit. Each change is divided by the median change
+    /// of the other processes, which is the load of the machine.
     fn add_changes(&mut self, changes: &[f64]) {
         for (process, window) in self.windows.iter_mut().enumerate() {
             let others = changes
@@ -165,7 +165,8 @@ impl ProcessPaces {
 }
 
 impl PaceWindow {
-    /// Returns the factor by which the process has become slower; 0 while too few commits show it.
+    /// Returns the factor by which the process has become slower; 0 if the window has too few
+    /// commits.
     fn slower(&self) -> f64 {
         if self.last.len() < WINDOW {
             return 0.0;
@@ -175,13 +176,13 @@ impl PaceWindow {
     }
 }
 
-/// Returns the median, of an even number of values the lower one.
+/// Returns the median. Of an even number of values, returns the lower of the two middle ones.
 fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[(values.len() - 1) / 2]
 }
 
-/// Returns the median, of an even number of values the upper one.
+/// Returns the median. Of an even number of values, returns the upper of the two middle ones.
 fn upper_median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]

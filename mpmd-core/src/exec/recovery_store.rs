@@ -16,13 +16,13 @@ use crate::exec::array::MpmdArray;
 use crate::exec::job::job_time::JobTime;
 use crate::exec::process_paces::ProcessPaces;
 
-/// The number of commits that may be unconfirmed: not known to be whole on every process. Each
-/// holds a copy of the state on both processes, and on its way between them.
+/// Maximum number of unconfirmed commits, which are not known to be whole on every process. Each
+/// commit holds copies of the state on two processes, and in transit between them.
 const MOST_UNCONFIRMED: usize = 2;
 
-/// The identity of a commit. Those of later epochs are newer: each epoch begins with the state of
-/// an earlier commit. Within an epoch the calls of `commit` are numbered from 1, since a program
-/// may commit a step more than once. The default stands for none.
+/// The identity of a commit. Ids of later epochs are newer: each epoch begins with the state of an
+/// earlier commit. Within an epoch the calls of `commit` are numbered from 1, since a program may
+/// commit a step more than once. The default id stands for no commit.
 #[derive(
     Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize,
 )]
@@ -31,22 +31,22 @@ pub(crate) struct CommitId {
     pub(crate) run: u128,
     pub(crate) epoch: u64,
     pub(crate) number: u64,
-    /// The step that the program names.
+    /// The step number that the program passed to `commit`.
     pub(crate) step: u64,
     /// The hash of the [`CommitContents`].
     pub(crate) hash: u128,
 }
 
-/// The committed state without the bytes of its arrays. It says nothing of shardings, which differ
-/// from epoch to epoch.
+/// The committed state without the bytes of its arrays. Contains no shardings, which differ from
+/// epoch to epoch.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(crate) struct CommitContents {
     pub(crate) arrays: Vec<ArrayOfCommit>,
-    /// The small values.
+    /// The values of the state that are not arrays, as bytes.
     pub(crate) values: Vec<u8>,
 }
 
-/// A committed array.
+/// The description of a committed array.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct ArrayOfCommit {
     pub(crate) name: String,
@@ -61,13 +61,13 @@ impl fmt::Display for ArrayOfCommit {
     }
 }
 
-/// The first difference between a commit and the state that it is to be restored into.
+/// The first difference between a commit and the state into which it is to be restored.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum StateMismatch {
-    /// The numbers of arrays differ.
+    /// The commit and the state have different numbers of arrays.
     #[error("it has {in_commit} arrays, and the state has {in_state}")]
     Count { in_commit: usize, in_state: usize },
-    /// An array of the state has another name, dtype or shape in the commit.
+    /// An array has a different name, dtype or shape in the commit and in the state.
     #[error("it has {in_commit}, and the state has {in_state}")]
     Array {
         in_commit: Box<ArrayOfCommit>,
@@ -75,52 +75,53 @@ pub(crate) enum StateMismatch {
     },
 }
 
-/// The commits of which this process has copies, oldest first.
+/// This process's copies of commits, oldest first, and the state of recovery.
 #[derive(Debug)]
 pub(crate) struct RecoveryStore {
-    /// Only multiples of this step are committed.
+    /// Commit interval: only steps that are multiples of it are committed.
     pub(crate) every: u64,
     /// Commits of the running epoch.
     pub(crate) issued: VecDeque<IssuedCommit>,
     /// Commits of earlier epochs.
     pub(crate) earlier: BTreeMap<CommitId, CommitCopies>,
-    /// The newest commit that is known to be whole on every process.
+    /// The newest commit known to be whole on every process.
     pub(crate) known: CommitId,
-    /// When a process was first lost since the last restore, and how.
+    /// The time and the failure of the first process loss since the last restore.
     pub(crate) lost: Option<(Instant, Arc<Failure>)>,
     pub(crate) time: JobTime,
-    /// The commit from which this epoch began, and the number of epochs that began with its state:
-    /// all but the first without a newer commit.
+    /// The commit from which the running epoch began, and the number of successive epochs that
+    /// began from this commit.
     pub(crate) stuck: (CommitId, u32),
-    /// The memory of the copies. It outlives the epochs, whose memory ends with them.
+    /// The memory pool of the copies. It outlives the epochs, whose other memory ends with them.
     pub(crate) memory: Pool,
-    /// The run that all of this is of. `None` before the first epoch.
+    /// The run of the job to which the commits belong. `None` before the first epoch.
     run: Option<u128>,
     /// The number of commits in the running epoch.
     number: u64,
-    /// The last commit of the program in the running epoch. `None` before the first.
+    /// The last commit of the program in the running epoch. `None` before the first commit.
     last: Option<LastCommit>,
-    /// True once the program has restored a commit in the running epoch, or found none.
+    /// True once the program has restored a commit in the running epoch, or has found no commit.
     pub(crate) is_restored: bool,
-    /// The words of all processes with the last two commits, in which they ask for a change of the
-    /// job: see `recover/change`.
+    /// The words of all processes at the last two commits: requests for a change of the job. See
+    /// `recover/change`.
     pub(crate) words: VecDeque<MpmdArray>,
     /// True if this process asks to leave the job.
     pub(crate) asks_to_leave: bool,
-    /// True if this process was found to be slow or wrong.
+    /// True if this process was found to be slow or to compute wrong bits, and leaves the job.
     pub(crate) is_dropped: bool,
     /// True if this process was found to compute wrong bits.
     pub(crate) is_wrong: bool,
-    /// The processes of which this one has said in the running epoch that they stay, since the
-    /// program does not go on with fewer processes; each with true for its own request to leave.
+    /// Processes about which this one has warned, in the running epoch, that they stay because the
+    /// program does not continue with fewer processes. The bool is true if the process itself asked
+    /// to leave.
     pub(crate) told_to_stay: BTreeSet<(ProcessId, bool)>,
     /// True if all processes of the job ask to leave it.
     pub(crate) all_ask_to_leave: bool,
-    /// The number of processes of the epoch.
+    /// Number of processes of the running epoch.
     pub(crate) processes: usize,
     /// True if the job may have more or fewer processes in a later epoch.
     pub(crate) may_change: bool,
-    /// The times of the processes' kernels, if slow processes are dropped.
+    /// The times of the processes' kernels. `None` if slow processes are not dropped.
     pub(crate) paces: Option<ProcessPaces>,
 }
 
@@ -136,9 +137,9 @@ struct LastCommit {
 pub(crate) struct IssuedCommit {
     pub(crate) id: CommitId,
     pub(crate) contents: Arc<CommitContents>,
-    /// The copies that this process has made so far.
+    /// This process's copies, as far as they are made.
     pub(crate) made: Arc<Mutex<Vec<RegionCopy>>>,
-    /// An array that is there once every process has made its copies.
+    /// An array that completes once every process has made its copies.
     pub(crate) whole: MpmdArray,
 }
 
@@ -149,12 +150,13 @@ pub(crate) struct CommitCopies {
     pub(crate) regions: Vec<RegionCopy>,
 }
 
-/// A region of an array in host memory.
+/// A copy of a region of an array, in host memory.
 #[derive(Clone, Debug)]
 pub(crate) struct RegionCopy {
     /// The index of the array in its commit.
     pub(crate) array: usize,
-    /// True if a device of this process owned the region, false if this process was the buddy.
+    /// True if a device of this process owned the region, false if this process holds the second
+    /// copy as buddy.
     pub(crate) is_own: bool,
     pub(crate) region: Region,
     pub(crate) bytes: SharedBuffer,
@@ -164,7 +166,7 @@ pub(crate) struct RegionCopy {
 
 impl CommitContents {
     /// Describes the arrays and values that a commit keeps. `names` may be shorter than `arrays`,
-    /// and have empty names.
+    /// and names may be empty.
     pub(crate) fn of(arrays: &[MpmdArray], names: Vec<String>, values: Vec<u8>) -> Self {
         let mut names = names.into_iter();
         let arrays = arrays.iter().enumerate().map(|(number, array)| {
@@ -192,8 +194,8 @@ impl CommitContents {
         self.arrays.iter().fold(hash, mix).value()
     }
 
-    /// Returns, for each array of a state, its index in this commit: of the array with its name, or
-    /// its own if names repeat.
+    /// Returns, for each array of a state, its index in this commit. Arrays are matched by name, or
+    /// by index if names repeat.
     ///
     /// # Errors
     ///
@@ -237,7 +239,7 @@ impl CommitContents {
 }
 
 impl RegionCopy {
-    /// Returns true if the bytes are still those that were copied. Reads all of them.
+    /// Returns true if the bytes are unchanged since the copy was made. Reads all bytes.
     pub(crate) fn is_intact(&self) -> bool {
         hash(&self.bytes) == self.hash
     }
@@ -285,7 +287,7 @@ impl RecoveryStore {
         self.is_restored = false;
     }
 
-    /// Notes that the program has come to a step. Returns true if that is to be committed.
+    /// Notes that the program has come to a step. Returns true if the step is to be committed.
     pub(crate) fn reach(&mut self, step: u64) -> bool {
         self.time.reach(step);
         step.is_multiple_of(self.every)
@@ -296,8 +298,8 @@ impl RecoveryStore {
         !self.is_restored && self.last.is_none()
     }
 
-    /// Notes that the program commits a state with this identity. Returns false if it has committed
-    /// the step with another state.
+    /// Notes that the program commits a state with this identity. Returns false if it has already
+    /// committed the same step with another state.
     pub(crate) fn is_new_or_same(&mut self, step: u64, identity: u128) -> bool {
         let is_other = |last: LastCommit| last.step == step && last.identity != identity;
         if self.last.is_some_and(is_other) {
@@ -307,7 +309,7 @@ impl RecoveryStore {
         true
     }
 
-    /// Returns the identity of the next commit.
+    /// Creates and returns the id of the next commit.
     pub(crate) fn next_id(&mut self, epoch: u64, step: u64, contents: &CommitContents) -> CommitId {
         self.number += 1;
         let Self { run, number, .. } = *self;
@@ -320,7 +322,7 @@ impl RecoveryStore {
         }
     }
 
-    /// Drops the commits before the newest that is known to be whole on every process.
+    /// Drops the commits before the newest commit that is known to be whole on every process.
     pub(crate) fn forget_old(&mut self) {
         let known = self
             .issued
@@ -335,8 +337,8 @@ impl RecoveryStore {
         self.earlier.retain(|id, _| *id >= known);
     }
 
-    /// Drops old commits. If too many of the others are unconfirmed for another one, returns the
-    /// array that confirms the oldest.
+    /// Drops old commits. If there are then too many unconfirmed commits to issue another, returns
+    /// the array that confirms the oldest of them.
     pub(crate) fn first_awaited(&mut self) -> Option<MpmdArray> {
         self.forget_old();
         let mut unconfirmed = self.issued.iter().filter(|issued| !issued.is_confirmed());
@@ -344,14 +346,14 @@ impl RecoveryStore {
         (1 + unconfirmed.count() >= MOST_UNCONFIRMED).then_some(first)
     }
 
-    /// Drops all commits: they are lost, and the program goes on from elsewhere, if at all.
+    /// Drops all commits of earlier epochs, after no commit could be restored.
     pub(crate) fn forget_all(&mut self) {
         self.earlier.clear();
         self.known = CommitId::default();
     }
 
-    /// Takes over the copies of an epoch that has ended by `failure`. Keeps those that were made,
-    /// also of commits that are not whole: other processes may have the rest.
+    /// Takes over the copies of an epoch that ended with `failure`. Also keeps copies of commits
+    /// that are not whole here: other processes may have the rest.
     pub(crate) fn end_epoch(&mut self, failure: Arc<Failure>) {
         self.forget_old();
         self.words.clear();
@@ -370,7 +372,8 @@ impl RecoveryStore {
 }
 
 impl IssuedCommit {
-    /// Returns true if every process is known to have made its copies. Always false in a dry run.
+    /// Returns true if this process knows that every process has made its copies. Always false in a
+    /// dry run.
     fn is_confirmed(&self) -> bool {
         let shards = self.whole.shards();
         !shards.is_empty()
@@ -380,7 +383,7 @@ impl IssuedCommit {
     }
 }
 
-/// Returns the hash of a copy.
+/// Returns the hash of a copy's bytes.
 pub(crate) fn hash(bytes: &[u8]) -> u128 {
     twox_hash::XxHash3_128::oneshot(bytes)
 }

@@ -10,22 +10,24 @@ use super::{MpmdArray, Repr};
 use crate::error::{Error, Result};
 use mpmd_layout::tree::Tree;
 
-/// The future of an array. It completes with the array once this process's part of it is done: its
-/// shards are there, and its receivers have taken its sends and forwards, or the bytes were
-/// copied out. It completes with an error if one of them has failed.
+/// The future of an array. It completes with the array once this process's part of the array is
+/// done. That is when the local shards are filled, and the receivers have taken this process's
+/// sends and forwards, or the bytes were copied out. If a shard or a send fails, the future
+/// completes with an error.
 ///
-/// It keeps only the waker of its last poll.
+/// The future keeps only the waker of its last poll.
 ///
 /// # Cancel safety
 ///
-/// Dropping it at any time has no effect on the array or on the operation that makes it.
+/// Dropping the future at any time has no effect on the array or on the operation that makes it.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct ArrayFuture {
     array: MpmdArray,
-    /// Index of the part of the array that the last poll waited for.
+    /// Index of the async buffer, among [`Placed::parts`](super::Placed::parts), that the last poll
+    /// waited for.
     part: usize,
-    /// Number of this future at that part, once it waits there.
+    /// Number of this future at that async buffer. `None` until it waits there.
     number: Option<u64>,
 }
 
@@ -77,8 +79,8 @@ impl Drop for ArrayFuture {
     }
 }
 
-/// Waits until this process's part of every array in a tree is done, and returns the tree. The part
-/// of an array is that of [`ArrayFuture`].
+/// Waits until this process's part of every array in a tree is done, and returns the tree.
+/// [`ArrayFuture`] says what belongs to this part.
 ///
 /// # Errors
 ///

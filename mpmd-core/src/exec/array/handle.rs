@@ -9,13 +9,13 @@ use crate::exec::memory::WORTH_NAMING;
 
 /// A handle to one of the arrays that an operation made. Clones refer to the same array.
 ///
-/// The arrays of one operation share one allocation. The buffers of an array are still freed with
-/// its own last handle.
+/// The arrays of one operation share one allocation. Each array's buffers are freed when its own
+/// last handle is dropped.
 pub(crate) struct ArrayHandle {
     all: Arc<ResultArrays>,
     index: u32,
-    /// True if the array's own last handle has something to do: a dry run notes its end; the
-    /// shards of one of several arrays are freed.
+    /// True if this array counts its handles. The drop of the last handle then frees the shards,
+    /// and is noted in a dry run.
     counted: bool,
 }
 
@@ -27,25 +27,26 @@ pub(crate) struct WeakHandle {
 
 /// The arrays that one operation made.
 struct ResultArrays {
-    /// Empty as long as nobody has read one of several arrays without a shard on this process.
+    /// The arrays. Empty until they are first read, if this process has no part in the operation.
     arrays: OnceLock<Arrays>,
-    /// The properties of such arrays; `None` for arrays with shards.
+    /// The properties of arrays in which this process has no part. `None` for arrays with shards
+    /// here.
     remote: Option<Remote>,
 }
 
-/// The first handles to all arrays of an operation, in order. Take all of them: the arrays share
-/// an allocation.
+/// An iterator over the first handles to all arrays of an operation, in order. Take every handle:
+/// the arrays share an allocation.
 pub(crate) struct NewArrays {
     all: Arc<ResultArrays>,
     next: Range<u32>,
-    /// True if handles to the arrays are counted.
+    /// True if the arrays count their handles.
     counted: bool,
-    /// True if one of the arrays may have to be listed for out-of-memory errors.
+    /// True if one of the arrays may be large enough to be listed in out-of-memory errors.
     large: bool,
 }
 
 enum Arrays {
-    /// Without an allocation of its own: the usual case.
+    /// The only array. It needs no allocation of its own. The usual case.
     One(Placed),
     Several(Box<[Placed]>),
 }
@@ -53,12 +54,13 @@ enum Arrays {
 /// The properties of the arrays of an operation in which this process has no part.
 struct Remote {
     made: Arc<[Arc<Made>]>,
-    /// The operation, with the first array.
+    /// The operation, with the index of its first array.
     first: Origin,
 }
 
 impl ResultArrays {
-    /// Returns all arrays. Creates them if they were left out so far.
+    /// Returns all arrays. Creates them at the first call if this process has no part in the
+    /// operation.
     #[inline]
     fn arrays(&self) -> &[Placed] {
         let arrays = match self.arrays.get() {
@@ -130,14 +132,14 @@ impl Placed {
         }
     }
 
-    /// Returns true if the array is listed for out-of-memory errors.
+    /// Returns true if the array is large enough to be listed in out-of-memory errors.
     fn is_large(&self) -> bool {
         self.shards.len().saturating_mul(self.made.bytes) as u64 >= WORTH_NAMING
     }
 
-    /// Creates and returns one handle for each of an operation's new arrays, in order, if this
-    /// process has no part in the operation. The arrays themselves are created when one is read.
-    /// Not for a dry run, which counts handles.
+    /// Creates and returns one handle for each of an operation's new arrays, in order. Only for
+    /// operations in which this process has no part. The arrays are created when one is first read.
+    /// Must not be used in a dry run, which counts handles.
     pub(crate) fn remote_arrays(made: &Arc<[Arc<Made>]>, first: Origin) -> NewArrays {
         let remote = Remote {
             made: made.clone(),
@@ -155,8 +157,9 @@ impl Placed {
         }
     }
 
-    /// Returns true if handles to this array, one of `arrays` in an allocation, are counted. The
-    /// shards of a single array are freed with the allocation.
+    /// Returns true if the array must count its handles. `arrays` is the number of arrays in its
+    /// allocation, and `noted` is true in a dry run. The shards of a single array are freed with
+    /// the allocation.
     fn is_counted(&self, arrays: usize, noted: bool) -> bool {
         arrays > 1 && !self.shards.is_empty() || noted
     }
@@ -203,7 +206,7 @@ impl ArrayHandle {
         }
     }
 
-    /// Returns the properties of the array. Does not create the arrays.
+    /// Returns the properties of the array, without creating arrays that were left out.
     #[inline]
     pub(crate) fn made(&self) -> &Arc<Made> {
         match &self.all.remote {
@@ -212,7 +215,7 @@ impl ArrayHandle {
         }
     }
 
-    /// Returns the array's origin. Does not create the arrays.
+    /// Returns the array's origin, without creating arrays that were left out.
     #[inline]
     pub(crate) fn whole_origin(&self) -> Origin {
         match &self.all.remote {
@@ -224,14 +227,14 @@ impl ArrayHandle {
         }
     }
 
-    /// Returns true if the array was donated, so that nothing may use it. Does not create the
-    /// arrays.
+    /// Returns true if the array was donated and must not be used any more. Does not create arrays
+    /// that were left out.
     #[inline]
     pub(crate) fn is_donated(&self) -> bool {
         self.all.arrays.get().is_some() && Placed::is_donated(self)
     }
 
-    /// Frees the array's shards with its last handle, and notes that in a dry run.
+    /// Frees the array's shards, and notes that in a dry run. Called for the last handle.
     #[cold]
     fn end(&self) {
         if let Some(dry_run) = &self.made.runtime.dry_run {

@@ -45,7 +45,7 @@ impl HostArray {
     ///
     /// # Errors
     ///
-    /// If the number of bytes is not that of `aval`. Invalid values are found when they are read.
+    /// If the number of bytes does not match `aval`. Invalid values are found when they are read.
     #[track_caller]
     pub fn from_bytes(aval: ShapedArray, data: SharedBuffer) -> Result<Self, AvalError> {
         if data.len() != aval.bytes() {
@@ -90,7 +90,7 @@ impl HostArray {
     ///
     /// # Errors
     ///
-    /// If they are not of type `E`, or some bytes are not valid values of it.
+    /// If the elements are not of type `E`, or some bytes are not valid values of it.
     #[track_caller]
     pub fn as_slice<E: Element>(&self) -> Result<&[E], AvalError> {
         let at = Location::caller();
@@ -112,7 +112,7 @@ impl HostArray {
     ///
     /// # Errors
     ///
-    /// If they are not of type `E`, or some bytes are not valid values of it.
+    /// If the elements are not of type `E`, or some bytes are not valid values of it.
     #[track_caller]
     pub fn to_vec<E: Element>(&self) -> Result<Vec<E>, AvalError> {
         self.as_slice().map(<[E]>::to_vec)
@@ -132,9 +132,9 @@ impl fmt::Debug for HostArray {
 
 impl Leaf for HostArray {}
 
-/// Copies bytes to memory that starts at a multiple of [`ALIGNMENT`]: a part of a slightly longer
-/// vector. Never the whole of it, which a kernel could update in place: that would then depend on
-/// the address.
+/// Copies bytes to memory that starts at a multiple of [`ALIGNMENT`], as a part of a longer vector.
+/// The part is never the whole vector: a kernel could update a whole vector in place, so that
+/// updates would depend on its address.
 fn aligned_copy(bytes: &[u8]) -> SharedBuffer {
     let mut padded = Vec::with_capacity(bytes.len() + ALIGNMENT);
     let padding = ALIGNMENT - padded.as_ptr() as usize % ALIGNMENT;

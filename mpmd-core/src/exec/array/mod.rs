@@ -29,15 +29,15 @@ use mpmd_layout::tree::Leaf;
 
 /// A handle to an array. Cheap to clone; clones refer to the same array, which never changes.
 ///
-/// A *committed* array lives on devices by a sharding. A process that owns some of them holds their
-/// buffers, or will once the operation that makes them has ended. On every other process the array
-/// is *fully remote*: shape, dtype and sharding only. An *uncommitted* array holds host values
-/// ([`MpmdArray::from_host`]), which are the same on every process.
+/// A *committed* array lives on devices by a sharding. A process that owns some of these devices
+/// holds their shards. A shard gets its values when the operation that makes it has ended. On every
+/// other process the array is *fully remote*: shape, dtype and sharding only. An *uncommitted*
+/// array holds host values ([`MpmdArray::from_host`]), which are the same on every process.
 ///
-/// Await the array, or block on it, to know that this process's part of its operation is done: the
-/// local shards exist, and the pieces that this process sends or forwards were received or copied
-/// out. So a sender can wait for its send. On a process without a part the handle is complete from
-/// the start, and hears nothing of failures elsewhere.
+/// Await the array, or block on it, to know that this process's part of its operation is done. That
+/// is when the local shards are filled, and the pieces that this process sends or forwards were
+/// received or copied out. So a sender can wait for its send. On a process without a part the
+/// handle is complete from the start, and reports no failures of other processes.
 ///
 /// Dropping a handle never blocks. An operation keeps the memory that it uses until it has ended.
 #[derive(Clone)]
@@ -56,18 +56,17 @@ pub(crate) enum Repr {
 pub(crate) struct Placed {
     pub(crate) made: Arc<Made>,
     pub(crate) shards: Shards,
-    /// The sends of this process in the operations that make the array; `None` if it has none.
+    /// This process's sends in the operations that make the array. `None` without sends.
     pub(crate) sends: Option<Box<ArraySends>>,
     pub(crate) origin: Origin,
     donated: OnceLock<Donation>,
-    /// True if a donation of the array is counted, see [`Placed::watch`].
+    /// True if [`Placed::watch`] was called: a donation of the array is then counted.
     watched: AtomicBool,
     /// Number of handles to this array.
     handles: AtomicUsize,
 }
 
-/// The properties that all arrays of one plan share. One object, so that a new array costs one
-/// pointer.
+/// The properties that all arrays of one plan share. Each array points to the same object.
 pub(crate) struct Made {
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Sharding,
@@ -79,14 +78,14 @@ pub(crate) struct Made {
     pub(crate) bytes: usize,
 }
 
-/// The shards of an array that this process owns. A single shard needs no allocation.
+/// The shards of an array that this process owns. A single shard needs no allocation of its own.
 #[derive(Clone)]
 pub(crate) enum Shards {
     One(LocalShard),
     Several(Vec<LocalShard>),
 }
 
-/// One shard, on a device of this process.
+/// One shard of an array, on a device of this process.
 #[derive(Clone)]
 pub(crate) struct LocalShard {
     pub(crate) device: DeviceId,
@@ -97,9 +96,10 @@ pub(crate) struct LocalShard {
 #[derive(Clone)]
 pub(crate) struct ArraySends {
     pub(crate) op: u64,
-    /// Without bytes. Ends when all pieces were taken or copied out, or with the first failure.
+    /// An async buffer without bytes. It ends when all pieces were taken or copied out, or with the
+    /// first failure.
     pub(crate) left: AsyncBuffer,
-    /// The sends of the move's earlier operation, if the move takes several.
+    /// The sends of the operation before, if the array's move takes several operations.
     pub(crate) before: Option<Box<Self>>,
 }
 
@@ -118,7 +118,7 @@ struct Donation {
     at: &'static Location<'static>,
 }
 
-/// Numbers of an array's devices.
+/// Numbers of devices of an array.
 struct DeviceCounts {
     /// Number of devices that this process owns.
     here: usize,
@@ -130,14 +130,14 @@ impl Leaf for MpmdArray {}
 impl MpmdArray {
     /// Creates an uncommitted array of these values, which must be the same on every process.
     ///
-    /// Values that a process has of its own, such as its part of a batch, are for
-    /// [`Program::array_from_fn`](crate::Program::array_from_fn).
+    /// Use [`Program::array_from_fn`](crate::Program::array_from_fn) for values that differ between
+    /// processes, such as a process's part of a batch.
     ///
-    /// Processes compare a hash of the values that an operation takes. It has all values of up to 4
-    /// KiB. Of larger ones it has 64 blocks of 64 bytes. It has them whole at the calls 1, 2, 4, 8
-    /// and so on with about as many bytes, and at few others. It has them whole at every call in
-    /// debug builds, and if [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
-    /// `MPMD_CHECK=uncommitted` is set.
+    /// Processes compare a hash of the values that an operation takes. Up to 4 KiB the hash covers
+    /// all values. Of a larger array it covers 64 blocks of 64 bytes, and only at some calls all
+    /// values. These are the calls 1, 2, 4, 8 and so on with about as many bytes, and a few others.
+    /// In debug builds, or if [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
+    /// `MPMD_CHECK=uncommitted` is set, it covers all values at every call.
     pub fn from_host(values: HostArray) -> Self {
         Self {
             repr: Repr::Host(values),
@@ -216,8 +216,8 @@ impl MpmdArray {
         }
     }
 
-    /// Returns the properties that the array shares with others of its plan. `None` for an
-    /// uncommitted array.
+    /// Returns the properties that all arrays of the same plan share. `None` for an uncommitted
+    /// array.
     pub(crate) fn made(&self) -> Option<&Arc<Made>> {
         match &self.repr {
             Repr::Host(_) => None,
@@ -225,8 +225,8 @@ impl MpmdArray {
         }
     }
 
-    /// Returns the word that stands for the array in the rolling hash of an operation that takes
-    /// it. All uncommitted arrays have the same; their values are hashed apart.
+    /// Returns the word by which the array enters the rolling hash of an operation. All uncommitted
+    /// arrays have the same word; their values are hashed separately.
     pub(crate) fn word(&self) -> u64 {
         match &self.repr {
             Repr::Placed(placed) => placed.whole_origin().word(),
@@ -325,8 +325,8 @@ impl Made {
 }
 
 impl Origin {
-    /// Returns a word that is different for each array of a program, as long as there are fewer
-    /// than 2^40 operations.
+    /// Returns a word that identifies the array within its program, if there are fewer than 2^40
+    /// operations.
     fn word(self) -> u64 {
         self.op ^ u64::from(self.leaf) << 40
     }
@@ -338,7 +338,8 @@ impl Placed {
         Self::array_after(None, made, shards, origin)
     }
 
-    /// Creates a new array, which is complete only after `sends`, and returns a handle to it.
+    /// Creates a new array and returns a handle to it. The array is complete only after `sends`
+    /// too.
     pub(crate) fn array_after(
         sends: Option<ArraySends>,
         made: Arc<Made>,
@@ -369,15 +370,15 @@ impl Placed {
         std::iter::successors(self.sends.as_deref(), |sends| sends.before.as_deref())
     }
 
-    /// Returns the async buffers that end when this process's part in making the array is done: of
-    /// its shards, then of its sends.
+    /// Returns the async buffers of this process's part in making the array: its shards, then its
+    /// sends. The part is done when all have ended.
     fn parts(&self) -> impl Iterator<Item = &AsyncBuffer> {
         let shards = self.shards.iter().map(|shard| &shard.slot);
         shards.chain(self.sends().map(|sends| &sends.left))
     }
 
-    /// Asks the receivers of pieces that have not left to tell as soon as they have taken them.
-    /// Does not block.
+    /// Asks the receivers of unfinished sends to report as soon as they have taken the pieces. Does
+    /// not block.
     fn ask_taken(&self) {
         for sends in self.sends().filter(|sends| !sends.left.has_ended()) {
             self.made.runtime.ask_taken(sends.op);
@@ -435,7 +436,7 @@ impl Placed {
             .map(|shard| &shard.slot)
     }
 
-    /// Returns true if the array was donated, so that nothing may use it.
+    /// Returns true if the array was donated and must not be used any more.
     #[inline]
     pub(crate) fn is_donated(&self) -> bool {
         self.donated.get().is_some()
@@ -465,8 +466,8 @@ impl Placed {
         }
     }
 
-    /// From now on a donation of the array raises the runtime's count of watched donations. While
-    /// that count stays the same, no watched array needs to be checked again.
+    /// Watches the array: from now on its donation raises [`Runtime::watched_donations`]. While
+    /// that count stays the same, the caller need not check its watched arrays again.
     pub(crate) fn watch(&self) {
         self.watched.store(true, Ordering::Relaxed);
     }
@@ -496,8 +497,7 @@ impl Placed {
     }
 }
 
-/// Clears a list of borrowed arrays and returns it with its capacity, so that a later call can
-/// reuse it.
+/// Clears a list of borrowed arrays and returns it with its capacity, for reuse by a later call.
 pub(crate) fn emptied<'a>(mut leaves: Vec<&MpmdArray>) -> Vec<&'a MpmdArray> {
     leaves.clear();
     // Collected in place, so the capacity stays.

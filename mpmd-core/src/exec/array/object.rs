@@ -22,17 +22,17 @@ use crate::exec::Runtime;
 use crate::exec::waits::in_flight::{OnLoan, Reading};
 use crate::warning::warn_user;
 
-/// Returns the bytes that a value reports.
+/// Measures the memory of a value, in bytes.
 pub(crate) type Measure = fn(&(dyn Any + Send)) -> u64;
 
-/// A value that a kernel has made, on its way into its cell.
+/// A new value from a kernel, before it is moved into its [`ObjectCell`].
 pub(crate) struct NewObject {
     value: Box<dyn Any + Send>,
     type_name: &'static str,
     measure: Option<Measure>,
 }
 
-/// The place of one device's value.
+/// The storage of one device's value.
 pub(crate) struct ObjectCell {
     content: Mutex<ObjectContent>,
     /// The failure of the first call that failed. Every later call gets it.
@@ -43,7 +43,7 @@ pub(crate) struct ObjectCell {
 }
 
 struct ObjectContent {
-    /// `None` once the value was taken out.
+    /// The value. `None` after it was taken out.
     value: Option<Box<dyn Any + Send>>,
     /// The declared memory of the value, which counts against the device's limit.
     memory: Option<Reservation>,
@@ -127,7 +127,7 @@ impl ObjectCell {
         buffer.value()?.downcast_ref()
     }
 
-    /// Makes every later call fail with `failure`, unless an earlier call has failed already.
+    /// Makes every later call fail with `failure`, unless the object has failed already.
     pub(crate) fn poison(&self, failure: &Arc<Failure>) {
         self.failure.get_or_init(|| failure.clone());
     }
@@ -154,7 +154,8 @@ impl ObjectCell {
     ///
     /// # Errors
     ///
-    /// If the value has another type, was taken out, or is in use: a call has the object twice.
+    /// If the value has another type, was taken out, or is in use because a call has the object
+    /// twice.
     pub(crate) fn access<T: 'static>(&self) -> Result<ObjectRef<'_, T>, ViewError> {
         let Some(content) = self.content.try_lock() else {
             return Err(ViewError::ObjectInUse);
@@ -169,7 +170,7 @@ impl ObjectCell {
         }
     }
 
-    /// Takes the value out. Every later access is an error.
+    /// Takes the value out of the cell. Every later access is an error.
     ///
     /// # Errors
     ///
@@ -267,7 +268,7 @@ impl<T: 'static> DerefMut for ObjectRef<'_, T> {
 }
 
 /// Queues the drop of the value on its device's thread, behind the calls that were issued before.
-/// The value is dropped on the calling thread if the program has ended.
+/// If the program has ended, drops the value on the calling thread.
 impl Drop for ObjectCell {
     fn drop(&mut self) {
         let ObjectContent { value, memory, .. } = self.content.get_mut();
@@ -304,8 +305,8 @@ struct ObjectEnd {
     pending: Option<PendingDrop>,
 }
 
-/// Until the value is dropped, operations may wait for its memory, and the program's end waits for
-/// the drop.
+/// A value's pending drop. Operations may wait for its memory, and the program's end waits for the
+/// drop.
 #[expect(dead_code, reason = "held for its drop")]
 struct PendingDrop {
     loan: OnLoan,

@@ -24,23 +24,22 @@ pub struct Shard {
     pub device: DeviceId,
     /// The region of the array that the device holds.
     pub region: Region,
-    /// The values of the region, shaped like it.
+    /// The values of the region, an array of the region's shape.
     pub data: HostArray,
 }
 
 impl MpmdArray {
-    /// Blocks until this process's part of the array is done, and returns the array itself: its
-    /// shards are there, and its receivers have taken its sends and forwards, or the bytes were
-    /// copied out. Returns at once on a process without a part.
+    /// Blocks until this process's part of the array is done, and returns the array itself. That is
+    /// when the local shards are filled, and the receivers have taken this process's sends and
+    /// forwards, or the bytes were copied out. Returns at once on a process without a part.
     ///
-    /// Waits as long as it takes. Reports the awaited operation after the program's peer timeout,
-    /// then at growing intervals. Do not call it on a thread that drives futures; await the array
-    /// there.
+    /// Has no time limit. Reports the awaited operation after the program's peer timeout, then at
+    /// growing intervals. Do not call it on a thread that drives futures; await the array there.
     ///
     /// # Errors
     ///
     /// If a shard or a send of this process failed, also if the cause is another process, or if the
-    /// array was donated. A process without a part hears of no failure.
+    /// array was donated. A process without a part gets no error.
     #[track_caller]
     pub fn block_until_ready(&self) -> Result<&Self> {
         let at = Location::caller();
@@ -54,7 +53,7 @@ impl MpmdArray {
     ///
     /// # Errors
     ///
-    /// [`Error::TimedOut`] if it takes longer; the operation goes on. Otherwise the errors of
+    /// [`Error::TimedOut`] if it takes longer; the operation goes on. Other errors are those of
     /// [`MpmdArray::block_until_ready`].
     #[track_caller]
     pub fn wait_timeout(&self, timeout: Duration) -> Result<&Self> {
@@ -62,8 +61,8 @@ impl MpmdArray {
         Ok(self)
     }
 
-    /// Returns true if this process's part of the array is done or has failed: its shards and its
-    /// sends, as for [`MpmdArray::block_until_ready`]. Does not block, and asks no receiver.
+    /// Returns true if this process's part of the array is done or has failed. The part is the same
+    /// as for [`MpmdArray::block_until_ready`]. Does not block, and sends no message.
     pub fn is_complete(&self) -> bool {
         match &self.repr {
             Repr::Host(_) => true,
@@ -71,10 +70,10 @@ impl MpmdArray {
         }
     }
 
-    /// Returns the values of the whole array, or `None` if it is fully remote. Blocks until they
-    /// are ready. Does not wait for sends.
+    /// Returns the values of the whole array, or `None` if it is fully remote. Blocks until the
+    /// values are ready. Does not wait for sends.
     ///
-    /// So one program text serves all processes: a process without a part of the array gets `None`.
+    /// All processes can run the same code: a process without a part of the array gets `None`.
     ///
     /// # Errors
     ///
@@ -96,8 +95,8 @@ impl MpmdArray {
         placed.gather(&buffers, at).map(Some)
     }
 
-    /// Returns the shards that this process holds. Blocks until they are ready. Does not wait for
-    /// sends.
+    /// Returns the shards that this process holds. Blocks until the shards are ready. Does not wait
+    /// for sends.
     ///
     /// # Errors
     ///
@@ -131,9 +130,10 @@ impl MpmdArray {
         }
     }
 
-    /// Calls `f` with the values, or the error, once they are there. Does not wait for sends.
+    /// Calls `f` with the values, or the error, as soon as the array is complete here. Does not
+    /// wait for sends.
     ///
-    /// Returns at once. `f` runs on a thread for such closures, in the order in which arrays
+    /// Returns at once. `f` runs on this process's callback thread, in the order in which arrays
     /// complete. For an uncommitted array it runs on the calling thread. It is not called if the
     /// array is fully remote.
     #[track_caller]
@@ -172,7 +172,7 @@ impl MpmdArray {
     }
 
     /// In a dry run, notes that the program waits for the array at line `at`. `values` is true if
-    /// it reads values.
+    /// the wait is a read of the values.
     fn note_read(&self, values: bool, at: &'static Location<'static>) {
         if let Repr::Placed(placed) = &self.repr
             && let Some(dry_run) = &placed.made.runtime.dry_run
@@ -181,8 +181,8 @@ impl MpmdArray {
         }
     }
 
-    /// Returns an error if the array has partial sums. Also if the step that makes it is being
-    /// captured, since a replay reads no values. The result is the same on every process.
+    /// Returns an error if the array has partial sums, or if the step that makes it is being
+    /// captured: a replay reads no values. The result is the same on every process.
     fn check_whole(&self, at: &'static Location<'static>) -> Result<()> {
         match &self.repr {
             Repr::Placed(placed) if placed.made.runtime.is_in_capture(placed.origin.op) => {
@@ -209,8 +209,8 @@ impl MpmdArray {
         }
     }
 
-    /// Returns the shards that this process holds, even if they are partial sums. Blocks until they
-    /// are ready. Empty for an uncommitted array.
+    /// Returns the shards that this process holds, even if they are partial sums. Blocks until the
+    /// shards are ready. Empty for an uncommitted array.
     pub(crate) fn shards_here(&self, at: &'static Location<'static>) -> Result<Vec<Shard>> {
         let Repr::Placed(placed) = &self.repr else {
             return Ok(Vec::new());
@@ -248,8 +248,8 @@ impl MpmdArray {
         Ok(buffers)
     }
 
-    /// Blocks until every local shard and send has ended or one has failed, but at most for
-    /// `timeout`; then returns [`Error::TimedOut`].
+    /// Blocks until all local shards and sends have ended or one has failed. If that takes longer
+    /// than `timeout`, returns [`Error::TimedOut`].
     fn wait_each(&self, timeout: Option<Duration>, at: &'static Location<'static>) -> Result<()> {
         let Repr::Placed(placed) = &self.repr else {
             return Ok(());
@@ -281,8 +281,8 @@ impl MpmdArray {
 }
 
 impl Placed {
-    /// Returns the local shards as async buffers in host memory. Copies from accelerators begin
-    /// now.
+    /// Returns the local shards as async buffers in host memory. Starts copies of shards on
+    /// accelerators.
     pub(crate) fn in_host_memory(&self) -> Vec<AsyncBuffer> {
         let Made {
             runtime, sharding, ..
@@ -296,7 +296,7 @@ impl Placed {
         self.shards.iter().map(slot).collect()
     }
 
-    /// Polls for a part of the array for a short time, then blocks until it ends. Returns its
+    /// Polls a shard or send of the array for a short time, then blocks until it ends. Returns its
     /// buffer or failure, or `None` after `deadline`.
     fn wait_look(
         &self,
@@ -318,8 +318,8 @@ impl Placed {
         }
     }
 
-    /// Blocks until a part of the array ends. Returns its buffer or failure, or `None` after
-    /// `deadline`. Reports a hang after the peer timeout, then at growing intervals.
+    /// Blocks until a shard or send of the array ends. Returns its buffer or failure, or `None`
+    /// after `deadline`. Reports a hang after the peer timeout, then at growing intervals.
     fn wait_for(
         &self,
         slot: &AsyncBuffer,
@@ -350,8 +350,8 @@ impl Placed {
         }
     }
 
-    /// Assembles the whole array from the local shards' buffers. Returns an error if they do not
-    /// cover the array.
+    /// Assembles the whole array from the buffers of the local shards. Returns an error if the
+    /// shards do not cover the array.
     fn gather(
         &self,
         buffers: &[SharedBuffer],
@@ -414,7 +414,7 @@ impl Placed {
     }
 }
 
-/// The outcomes of several async buffers, until all have ended.
+/// The outcomes of several async buffers, collected until all have ended.
 struct CollectedOutcomes {
     outcomes: Vec<Option<Outcome>>,
     /// Number of async buffers that have not ended.
@@ -423,10 +423,10 @@ struct CollectedOutcomes {
 }
 
 /// Calls `then` with the outcomes of all async buffers, in order, once all have ended. Does not
-/// block: `then` runs on the thread that ends the last one.
+/// block: `then` runs on the thread that ends the last async buffer.
 ///
-/// Registers on each of them now: a later operation may take the buffer of one before another has
-/// ended.
+/// Registers with every async buffer at once, because a later operation may take one's buffer
+/// before the others have ended.
 fn collect_all(slots: &[AsyncBuffer], then: Box<dyn FnOnce(Vec<Outcome>) + Send>) {
     let collected = Arc::new(Mutex::new(CollectedOutcomes {
         outcomes: slots.iter().map(|_| None).collect(),

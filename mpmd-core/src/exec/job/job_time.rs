@@ -5,15 +5,16 @@ use std::time::Duration;
 
 use mpmd_base::block::{Instant, now, since};
 
-/// The age of a job and the time that it has lost, as far as this process knows.
+/// The age of a job and the time that it has lost, as known to this process.
 #[derive(Debug)]
 pub(crate) struct JobTime {
     /// The moment at which the job had the age `before`.
     at: Instant,
     before: Duration,
-    /// The time lost until `behind`.
+    /// The time lost before `behind`, by earlier losses of processes.
     lost: Duration,
-    /// The moment of the last loss of a process; `None` once the job is back at step `reached`.
+    /// The time of the first process loss after which the job has not yet reached step `reached`
+    /// again. `None` if it has.
     behind: Option<Instant>,
     /// The newest step that the program has asked to commit.
     pub(crate) reached: u64,
@@ -36,7 +37,7 @@ impl JobTime {
         self.behind.get_or_insert(now());
     }
 
-    /// Notes that the job has come to a step.
+    /// Notes that the program has come to `step`.
     pub(crate) fn reach(&mut self, step: u64) {
         if step >= self.reached {
             self.reached = step;
@@ -54,7 +55,7 @@ impl JobTime {
         self.lost + self.behind.map(since).unwrap_or_default()
     }
 
-    /// Takes over the times and the step that the processes of the earlier epoch have told, after a
+    /// Adopts the times and the step that processes of the earlier epoch have reported, after a
     /// loss.
     pub(crate) fn learn(&mut self, age: Duration, lost: Duration, reached: u64) {
         *self = Self {

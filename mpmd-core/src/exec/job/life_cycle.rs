@@ -15,8 +15,8 @@ use crate::exec::job::start::TICK;
 use crate::exec::{Doing, Runtime};
 use crate::warning::warn_user;
 
-/// Time limit for the transport to flush when it closes after a failure. Without one it is the peer
-/// timeout: a peer that does not hear the goodbye takes this process for lost.
+/// Time limit for the transport to flush when it closes after a failure. Without a failure the
+/// limit is the peer timeout: a peer that misses the goodbye counts this process as lost.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
 
 /// Time limit for NCCL communicators to close.
@@ -25,11 +25,11 @@ const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 /// The first failures that this process has seen.
 #[derive(Default)]
 pub(crate) struct Trouble {
-    /// The first failure of an operation here, or of the job.
+    /// The first failure of an operation on this process, or of the job.
     pub(crate) first: Option<Arc<Failure>>,
     /// The first peer that was lost before it had left the job.
     pub(crate) lost: Option<Arc<Failure>>,
-    /// Failures of kernels and of memory in operations before this one are forgiven.
+    /// Operation number. Failures of kernels and of memory in earlier operations are ignored.
     forgiven: u64,
 }
 
@@ -41,7 +41,7 @@ impl Trouble {
 }
 
 impl Runtime {
-    /// Handles the certain end of a peer's process, which the transport may not notice. Tells the
+    /// Handles the certain end of a peer process, which the transport may not notice. Tells the
     /// router, and ends all transfers to and from the peer.
     pub(crate) fn peer_ended(self: &Arc<Self>, peer: ProcessId, why: &str) {
         self.with_router(|router| router.peer_down(peer, why));
@@ -64,8 +64,8 @@ impl Runtime {
         ));
     }
 
-    /// Keeps the failure of an operation on this process, if it is the first, and wakes threads
-    /// that wait for the job's end.
+    /// Stores the failure of an operation on this process, if it is the first. Wakes threads that
+    /// wait for the job's end.
     pub(crate) fn remember(&self, failure: &Arc<Failure>) {
         let mut trouble = self.trouble.lock();
         if !trouble.forgives(failure) {
@@ -74,7 +74,8 @@ impl Runtime {
         self.changed.notify_all();
     }
 
-    /// Forgets failures of kernels and of memory in operations before this one, also those to come.
+    /// Ignores failures of kernels and of memory in operations before number `before`: past and
+    /// future ones.
     pub(crate) fn forgive(&self, before: u64) {
         let mut trouble = self.trouble.lock();
         trouble.forgiven = before;
@@ -87,15 +88,15 @@ impl Runtime {
         }
     }
 
-    /// Returns the first failure of an operation or of the job, else the loss of a peer. `None` if
-    /// there is neither.
+    /// Returns the first failure of an operation or of the job, or else the loss of a peer. `None`
+    /// without either.
     pub(crate) fn trouble(&self) -> Option<Arc<Failure>> {
         let trouble = self.trouble.lock();
         trouble.first.clone().or_else(|| trouble.lost.clone())
     }
 
-    /// Returns the failure that is the cause of an error which the program has got. `trouble` may
-    /// hear of it a little later.
+    /// Returns the failure behind an error that the program has got. Also asks the router, since
+    /// `trouble` may get the failure a little later.
     pub(crate) fn cause(self: &Arc<Self>) -> Option<Arc<Failure>> {
         self.trouble()
             .or_else(|| self.with_router(|router| router.trouble()))
@@ -221,7 +222,7 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// If an operation has not ended by then.
+    /// If an operation has not ended within the peer timeout.
     pub(crate) fn wait_for_kernels(&self) -> Result<(), Error> {
         // In short waits: time in which this process was stopped hardly counts.
         let mut left = self.config.peer_timeout;

@@ -38,16 +38,17 @@ use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 /// Interval of the ticker thread.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
-/// Interval at which a process notices that it was held up, and the least time that counts. Threads
-/// of a busy machine wait for less.
+/// Interval at which a process checks whether it was held up. The next constant is the shortest
+/// stall that counts. On a busy machine threads wait for less than that.
 const STALL_TICK: Duration = Duration::from_millis(2);
 const LEAST_STALL: Duration = Duration::from_millis(5);
 
 /// The time that a process may take to open its accelerators, in addition to the peer timeout. A
-/// driver may take seconds for a first context or allocation, and until then a process is silent.
+/// driver may take seconds for its first context or allocation, and the process sends no messages
+/// until then.
 const DEVICES_START_WITHIN: Duration = Duration::from_secs(120);
 
-/// Maximum number of copy workers. More would compete for memory bandwidth.
+/// Maximum number of copy workers. A higher number would only compete for memory bandwidth.
 const MOST_MOVERS: usize = 4;
 
 impl Runtime {
@@ -162,8 +163,8 @@ impl Runtime {
         }
     }
 
-    /// Starts a thread that counts the time in which this process cannot run, as when it is stopped
-    /// or its machine stands still. The thread ends when the process leaves the job.
+    /// Starts a thread that adds up the time in which this process cannot run, such as when it is
+    /// stopped or its machine is suspended. The thread ends when the process leaves the job.
     pub(crate) fn watch_stalls(self: &Arc<Self>) {
         let weak: Weak<Self> = Arc::downgrade(self);
         let stopped = self.stopped.clone();
@@ -206,7 +207,7 @@ impl Runtime {
     }
 }
 
-/// Creates the router, which gives the processes with accelerators more time to start.
+/// Creates the router. Processes with accelerators get more time to start.
 fn create_router(
     me: ProcessId,
     topology: &Topology,
@@ -335,15 +336,16 @@ fn copy_workers() -> usize {
     thread::available_parallelism().min(MOST_MOVERS)
 }
 
-/// Returns a counter for each process.
+/// Returns one counter per process, all 0.
 fn counters(topology: &Topology) -> Vec<AtomicU64> {
     (0..topology.processes())
         .map(|_| AtomicU64::new(0))
         .collect()
 }
 
-/// Returns the number of threads of process `me` that may poll at once, on a host with `cores`
-/// cores. Each process has a busy program thread, and one for each of its devices.
+/// Returns the number of threads of process `me` that may poll at the same time, on a host with
+/// `cores` cores. Assumes that each process has one busy program thread and one busy thread per
+/// device.
 fn core_budget(me: ProcessId, topology: &Topology, cores: usize) -> CoreBudget {
     let host = topology.host_of(me);
     let here = (0..topology.processes()).map(|process| ProcessId(process as u32));

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, Spin, SpinPace, SpinPolicy, thread};
 
-/// Constants of the spin policy for short waits of workers and readers. After polls in vain it
-/// skips some waits.
+/// Constants of the spin policy for short waits of workers and readers. After polls without
+/// success, some waits are not polled.
 pub(crate) const PACE: SpinPace = SpinPace {
     first: Duration::from_micros(20),
     longest: Duration::from_micros(20),
@@ -23,7 +23,7 @@ pub(crate) const PACE: SpinPace = SpinPace {
 /// A job for a [`JobWorker`] or a [`Crew`].
 pub(crate) type Job = Box<dyn Work>;
 
-/// The work of a job: a closure, or an object that reuses its own box.
+/// A job's work: a closure, or an object that reuses its own box.
 pub(crate) trait Work: Send {
     fn run(self: Box<Self>);
 }
@@ -34,24 +34,24 @@ impl<F: FnOnce() + Send> Work for F {
     }
 }
 
-/// A named thread that runs queued jobs in order. Dropping this lets the thread finish its queue
-/// and end, without waiting for it.
+/// A named thread that runs queued jobs in order. Dropping the `JobWorker` lets the thread finish
+/// its queue and end, without waiting for it.
 pub(crate) struct JobWorker {
     queue: Arc<JobQueue>,
 }
 
-/// Threads that share a queue. Jobs start in order and may end in any order. Dropping this lets the
-/// threads finish the queue and end, without waiting for them.
+/// Threads that share a queue. Jobs start in order and may end in any order. Dropping the `Crew`
+/// lets the threads finish the queue and end, without waiting for them.
 pub(crate) struct Crew {
     queue: Arc<JobQueue>,
 }
 
-/// The jobs of a worker or a crew.
+/// The queue of a worker or a crew.
 #[derive(Default)]
 struct JobQueue {
     state: Mutex<JobQueueState>,
     changed: Condvar,
-    /// True if there are jobs; readable without the lock.
+    /// True if jobs are queued. Can be read without the lock.
     any: AtomicBool,
 }
 
@@ -144,8 +144,8 @@ impl JobQueue {
         self.changed.notify_all();
     }
 
-    /// Blocks until there are jobs and moves all of them into `jobs`, which must be empty. Returns
-    /// true. Returns false once the queue is closed and empty. Only for a queue with one thread.
+    /// Blocks until jobs are queued and moves all of them into `jobs`, which must be empty. Returns
+    /// true, or false once the queue is closed and empty. Only for a queue with one thread.
     fn take_all(&self, jobs: &mut VecDeque<Job>) -> bool {
         let mut state = self.state.lock();
         while state.jobs.is_empty() {
@@ -174,8 +174,8 @@ impl JobQueue {
     }
 }
 
-/// Runs a job and drops its panic. Jobs turn their panics into failures; any other panic must not
-/// end the thread, because jobs wait behind it.
+/// Runs a job and catches its panic. A panic must not end the thread, because other jobs are
+/// queued. Jobs turn the panics that matter into failures themselves.
 fn run(job: Job) {
     let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
 }

@@ -17,12 +17,12 @@ use crate::exec::moves::transfer::RegionTransfer;
 use crate::exec::{OpGuard, Runtime};
 use mpmd_layout::region::Region;
 
-/// Pieces up to this many bytes are packed by the thread that brings them: queueing would cost
+/// Maximum size in bytes of a piece that the receiving thread packs itself: queueing would cost
 /// more.
 pub(crate) const COPY_INLINE: usize = 64 << 10;
 
-/// Size of a chunk in bytes: enough for the device's full speed, and few enough that the first is
-/// packed soon.
+/// Size of a chunk in bytes: large enough for the device's full copy speed, small enough that the
+/// first chunk is packed soon.
 pub(crate) const CHUNK: usize = 4 << 20;
 
 /// Maximum number of chunks that are packed or copied at the same time.
@@ -42,7 +42,7 @@ struct ChunkState {
 /// A piece of a shard that is copied in chunks.
 pub(crate) struct WaitingChunks {
     piece: Arc<ChunkedPiece>,
-    /// Chunks that no copy worker has started.
+    /// The regions of chunks that no copy worker has started.
     left: std::vec::IntoIter<Region>,
 }
 
@@ -58,12 +58,11 @@ struct ChunkedPiece {
     guard: OpGuard,
 }
 
-/// The right to use one chunk. Dropping it lets the next waiting chunk be queued.
+/// The right to use one chunk. Dropping it lets the next waiting chunk start.
 struct ChunkTurn(Arc<Runtime>);
 
 impl WaitingChunks {
-    /// Queues a piece to be copied to its place in a shard, in chunks. Returns without waiting for
-    /// the copy.
+    /// Queues the copy of a piece into a shard, in chunks. Returns without waiting for the copy.
     pub(crate) fn begin(
         runtime: &Arc<Runtime>,
         shard: Arc<DeviceAssembly>,
@@ -94,7 +93,7 @@ impl WaitingChunks {
     }
 }
 
-/// Queues chunks on the copy workers until none waits or [`MOST_CHUNKS`] are in use.
+/// Queues chunks on the copy workers until none is waiting or [`MOST_CHUNKS`] are in use.
 fn go_on(runtime: &Arc<Runtime>) {
     loop {
         let (piece, chunk) = {

@@ -14,7 +14,7 @@ use crate::exec::{InProcess, OpGuard, Outgoing, Runtime};
 use mpmd_record::trace::{PieceStep, TraceEventKind};
 
 /// The handler that the transport calls. Holds the runtime weakly, because a transport may outlive
-/// it.
+/// the runtime.
 pub(crate) struct TransportHandler(pub(crate) Weak<Runtime>);
 
 // invariant: one-way-in
@@ -70,8 +70,8 @@ impl Handler for TransportHandler {
 }
 
 impl Runtime {
-    /// Passes pieces from a peer to the router. They keep their payloads, even small ones that are
-    /// already here.
+    /// Passes pieces from a peer to the router. All payloads are passed as they are, also small
+    /// ones that are already in memory.
     pub(crate) fn take_pieces(
         self: &Arc<Self>,
         from: ProcessId,
@@ -105,8 +105,8 @@ impl Runtime {
         }
     }
 
-    /// Locks the router and runs `call` on it. Then carries out the actions that the router asks
-    /// for, without the lock. Returns the result of `call`.
+    /// Locks the router and runs `call` on it. Then, without the lock, carries out the actions that
+    /// the router requests. Returns the result of `call`.
     pub(crate) fn with_router<R>(
         self: &Arc<Self>,
         call: impl FnOnce(&mut Router<InProcess>) -> R,
@@ -190,7 +190,7 @@ impl Runtime {
         }
     }
 
-    /// Posts a piece and lends its memory to the peer. The operation stays in flight until the peer
+    /// Posts a piece whose memory the peer borrows. The operation stays in flight until the peer
     /// has taken the piece.
     fn post_lent(self: &Arc<Self>, to: ProcessId, header: Header, piece: Outgoing) {
         let Outgoing {
@@ -218,8 +218,8 @@ impl Runtime {
         }
     }
 
-    /// Posts a piece that the transport sends as bytes. The operation stays in flight until they
-    /// have left.
+    /// Posts a piece that the transport sends as bytes. The operation stays in flight until the
+    /// bytes have left.
     fn post_bytes(self: &Arc<Self>, to: ProcessId, header: Header, piece: Outgoing) {
         let Outgoing {
             buffer,

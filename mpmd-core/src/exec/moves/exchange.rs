@@ -18,19 +18,19 @@ use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome, Resolver};
 use crate::exec::{OpGuard, Outgoing, Runtime, Waiter};
 use mpmd_layout::topology::DeviceId;
 
-/// Bit that is set in the piece numbers of collectives, never in those of transfers.
+/// Bit that is set in the piece numbers of collectives, and never in those of transfers.
 const COLLECTIVE: u64 = 1 << 63;
 
-/// Bits in a piece number for the place of a device in its mesh.
+/// Number of bits in a piece number for a device's index in its mesh.
 const DEVICE_BITS: u32 = 22;
 
-/// Maximum number of devices of a mesh with collectives: the places that a piece number can encode.
+/// Maximum number of devices of a mesh with collectives, given by [`DEVICE_BITS`].
 pub(crate) const MOST_DEVICES: usize = 1 << DEVICE_BITS;
 
-/// Bits in a piece number for the round. A collective has at most three rounds.
+/// Number of bits in a piece number for the round. A collective has at most three rounds.
 const ROUND_BITS: u32 = 2;
 
-/// Maximum number of collectives of a kernel: those that a piece number can encode.
+/// Maximum number of collectives of a kernel, given by the bits that are left in a piece number.
 pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BITS);
 
 /// The devices that a collective spans, as seen by one of them.
@@ -38,24 +38,23 @@ pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BI
 pub(crate) struct CollectiveGroup {
     /// The devices of the group, in the order of the axis.
     pub(crate) devices: Vec<DeviceId>,
-    /// The place of each device in the kernel's mesh. Places are below [`MOST_DEVICES`]; device ids
-    /// may not be.
+    /// Index of each device in the kernel's mesh, below [`MOST_DEVICES`]. Device ids may be larger.
     pub(crate) places: Vec<usize>,
-    /// The process of each device.
+    /// The owner process of each device.
     pub(crate) processes: Vec<ProcessId>,
-    /// Rank of the device that sees the group: its index in `devices`.
+    /// Rank of the device whose view this is: its index in `devices`.
     pub(crate) rank: usize,
-    /// True if the devices use NCCL. Then the first round is an agreement, and the other rounds
+    /// True if the devices use NCCL. Then the first round compares the calls, and the other rounds
     /// carry only host values.
     pub(crate) joined: bool,
     /// Maximum bytes of a message from one device to another.
     pub(crate) most: u64,
-    /// The messages of each round; empty in a group of one.
+    /// The flow of each round; empty in a group of one device.
     pub(crate) rounds: Vec<RoundFlow>,
 }
 
-/// The messages of one round of a collective: its sender and receiver devices. Devices are ranks of
-/// the group.
+/// The flow of one round of a collective: its pairs of sender and receiver. Devices are given by
+/// their ranks in the group.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct RoundFlow {
     pub(crate) pattern: Pattern,
@@ -66,14 +65,14 @@ pub(crate) struct RoundFlow {
 /// Pairs of sender and receiver ranks. No device sends to itself.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Pattern {
-    /// Each device to every other.
+    /// Every device sends to every other.
     Everyone,
-    /// From the first rank of each pair to the second.
+    /// The first rank of each pair sends to the second.
     Pairs(Vec<(usize, usize)>),
 }
 
 impl RoundFlow {
-    /// Returns true if the device of rank `from` sends to that of rank `to`.
+    /// Returns true if the device of rank `from` sends to the device of rank `to`.
     pub(crate) fn goes(&self, from: usize, to: usize) -> bool {
         from != to
             && match &self.pattern {
@@ -96,11 +95,11 @@ pub(crate) struct Round<'a> {
 /// A message that this device sends or receives in a round.
 struct RoundMessage {
     key: Key,
-    /// Rank of the other device. For shared bytes, the rank of one of several receivers.
+    /// Rank of the other device. If several devices receive the same bytes, rank of one of them.
     rank: usize,
     /// The process of the other device.
     process: ProcessId,
-    /// Number of devices of the receiving process that take the message.
+    /// Number of devices of the receiving process that use the message.
     takers: usize,
 }
 
@@ -154,8 +153,8 @@ impl Round<'_> {
         &self.group.rounds[self.round]
     }
 
-    /// Returns (operation, piece number) of a message. Shared bytes have the sender's place as
-    /// receiver: no device sends to itself.
+    /// Returns (operation, piece number) of a message. In a round with shared bytes, the sender's
+    /// index also stands for the receiver: no device sends to itself.
     fn key(&self, from: usize, to: usize) -> Key {
         let to = if self.flow().shared { from } else { to };
         let [from, to] = [from, to].map(|rank| self.group.places[rank] as u64);
@@ -169,7 +168,7 @@ impl Round<'_> {
 
 impl Runtime {
     /// Drops the messages of operation `op` that no device of this process took. Call it after the
-    /// operation has ended on each of them.
+    /// operation has ended on every device of this process.
     pub(crate) fn forget(self: &Arc<Self>, op: u64) {
         self.mailbox.forget(op);
         self.with_router(|router| router.forget(op));
@@ -192,8 +191,8 @@ impl KernelExchange {
         Ok(buffer.freeze())
     }
 
-    /// Sends `bytes(rank)` to every device that receives from this one in the round. Shared bytes
-    /// go once to each process. Never blocks.
+    /// Sends `bytes(rank)` to every device that receives from this device in the round. In a round
+    /// with shared bytes, sends them once to each process. Never blocks.
     pub(crate) fn give(&self, round: &Round<'_>, bytes: impl Fn(usize) -> SharedBuffer) {
         for message in round.outgoing() {
             let buffer = bytes(message.rank);
@@ -218,7 +217,7 @@ impl KernelExchange {
         }
     }
 
-    /// Sends the failure to every device that expects a message from this one in the round.
+    /// Sends the failure to every device that expects a message from this device in the round.
     pub(crate) fn poison(&self, round: &Round<'_>, failure: &Arc<Failure>) {
         for message in round.outgoing() {
             if message.process == self.runtime.me {
@@ -233,8 +232,8 @@ impl KernelExchange {
         }
     }
 
-    /// Takes and drops the messages to this device in a round that it does not finish, so that no
-    /// sender waits.
+    /// Takes and drops the messages to this device in a round that this device does not finish, so
+    /// that no sender waits.
     pub(crate) fn decline(&self, round: &Round<'_>) {
         for message in round.incoming() {
             if message.process == self.runtime.me {
@@ -261,8 +260,8 @@ impl KernelExchange {
         }
     }
 
-    /// Returns the message from each device in the round, by rank; `None` for a device that sends
-    /// none. Blocks until all messages or failures are here.
+    /// Returns the messages to this device in the round, by the sender's rank; `None` for ranks
+    /// that send none. Blocks until all messages or failures have arrived.
     ///
     /// `likely(rank)` is the expected number of bytes; a message may be longer or shorter.
     ///
@@ -302,8 +301,8 @@ impl KernelExchange {
         Ok(parts)
     }
 
-    /// Returns the async buffer of a message from another process. Asks the router for the message
-    /// unless another device has. `likely` is its expected size in bytes.
+    /// Returns the async buffer of a message from another process. Requests the message from the
+    /// router unless another device has done so. `likely` is the expected size in bytes.
     fn want(&self, round: &Round<'_>, message: &RoundMessage, likely: u64) -> AsyncBuffer {
         let (slot, resolver) = if message.takers == 1 {
             let (resolver, slot) = AsyncBuffer::new();
@@ -319,8 +318,8 @@ impl KernelExchange {
         slot
     }
 
-    /// Asks the router for a message that this device does not need, but other devices of this
-    /// process may. Returns its async buffer, or `None` if another device has asked already.
+    /// Requests from the router a message that this device does not need, but other devices of this
+    /// process may. Returns its async buffer, or `None` if another device has requested it already.
     fn ask(&self, round: &Round<'_>, message: &RoundMessage) -> Option<AsyncBuffer> {
         let (slot, resolver) = self
             .runtime

@@ -6,21 +6,22 @@ use mpmd_base::block::Mutex;
 
 use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome, Resolver};
 
-/// Key of a contribution: (operation, piece number), as for a piece.
+/// Key of a contribution: (operation, piece number), like the key of a piece.
 pub(crate) type Key = (u64, u64);
 
-/// Contributions on this process that were posted or are waited for.
+/// Contributions to collectives on this process, posted or awaited.
 ///
-/// The first poster or taker creates the entry. It is removed once the contribution was posted and
-/// all its takers have called, even those that do not need it.
+/// The first poster or taker creates an entry. The entry is removed once the contribution was
+/// posted and all its takers have called, also takers that do not need it.
 #[derive(Default)]
 pub(crate) struct Mailbox(Mutex<BTreeMap<Key, Letter>>);
 
 struct Letter {
-    /// `None` once the contribution is posted, or a taker fetches it from another process.
+    /// The writing side of `slot`. `None` once the contribution is posted, or a taker fetches it
+    /// from another process.
     resolver: Option<Resolver>,
     slot: AsyncBuffer,
-    /// The number of devices of this process that have not called yet.
+    /// Number of devices of this process that have not taken the contribution yet.
     takers: usize,
 }
 
@@ -40,8 +41,8 @@ impl Letter {
 }
 
 impl Mailbox {
-    /// Posts a contribution, or a failure in its place, that `takers` devices of this process will
-    /// take.
+    /// Posts a contribution, or a failure instead. `takers` is the number of devices of this
+    /// process that will take it.
     pub(crate) fn post(&self, key: Key, takers: usize, outcome: Outcome) {
         let resolver = self.with(key, takers, |letter| letter.resolver.take());
         if let Some(resolver) = resolver {
@@ -49,8 +50,8 @@ impl Mailbox {
         }
     }
 
-    /// Returns the async buffer of a contribution that a device of this process posts, and counts
-    /// one of its `takers`.
+    /// Returns the async buffer of a contribution from a device of this process. Counts the caller
+    /// as one of its `takers`.
     pub(crate) fn take(&self, key: Key, takers: usize) -> AsyncBuffer {
         self.with(key, takers, |letter| {
             letter.takers = letter.takers.saturating_sub(1);
@@ -58,8 +59,9 @@ impl Mailbox {
         })
     }
 
-    /// Returns the async buffer of a contribution from another process, and counts one of its
-    /// `takers`. The first taker also gets the resolver, and must fill the buffer for all of them.
+    /// Returns the async buffer of a contribution from another process. Counts the caller as one of
+    /// its `takers`. The first taker also gets the resolver, and must fill the buffer for all
+    /// takers.
     pub(crate) fn take_from_afar(
         &self,
         key: Key,

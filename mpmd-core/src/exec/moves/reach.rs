@@ -41,8 +41,9 @@ impl Runtime {
                 .is_some_and(DeviceKind::is_accelerator)
     }
 
-    /// Returns the accelerator of this process that copies from `place`: the accelerator that has
-    /// the memory if it is here, otherwise any. `None` if this process has no accelerator.
+    /// Returns the accelerator of this process that copies from `place`. It is the one that has the
+    /// memory, or any accelerator if the memory belongs to another process. `None` if this process
+    /// has no accelerator.
     pub(crate) fn accelerator_for(&self, place: DevicePlace) -> Option<&Arc<Accelerator>> {
         let accelerators = || {
             self.devices
@@ -54,8 +55,8 @@ impl Runtime {
             .or_else(|| accelerators().next())
     }
 
-    /// Returns true if accelerator memory goes to and from `peer` zero-copy. The result is the same
-    /// on both sides.
+    /// Returns true if accelerator memory is transferred zero-copy to and from `peer`. The result
+    /// is the same on both sides.
     ///
     /// If false, the bytes are copied through host memory.
     pub(crate) fn carries_device_memory(&self, peer: ProcessId) -> bool {
@@ -66,16 +67,15 @@ impl Runtime {
             && transport.is_some_and(|transport| transport.carries_device_memory(peer))
     }
 
-    /// Returns true if a shard on `device` goes between this process and `peer` zero-copy. `device`
-    /// belongs to one of the two. Then a part of the shard that is not contiguous is sent as the
-    /// whole shard. The result is the same on both sides.
+    /// Returns true if a shard on `device` is transferred zero-copy between this process and
+    /// `peer`. One of the two owns `device`. A part of the shard that is not contiguous is then
+    /// sent as the whole shard. The result is the same on both sides.
     pub(crate) fn lends(&self, device: DeviceId, kind: MemoryKind, peer: ProcessId) -> bool {
         self.zero_copy(peer)
             && (!self.is_on_accelerator(device, kind) || self.carries_device_memory(peer))
     }
 
-    /// Logs, for each peer with accelerators, the path of their arrays to it: zero-copy or through
-    /// host memory.
+    /// Logs how arrays reach each peer with accelerators: zero-copy or through host memory.
     pub(crate) fn say_ways(&self) {
         if !self.topology.has_accelerator(self.me) {
             return;
@@ -99,9 +99,9 @@ impl Runtime {
         );
     }
 
-    /// Returns an async buffer in host memory with the values of `slot`. It shares the buffer if
-    /// that is in host memory. Otherwise a copy begins as soon as the work that fills it is issued.
-    /// Does not block.
+    /// Returns an async buffer in host memory with the values of `slot`. It shares the buffer of
+    /// `slot` if that is in host memory. Otherwise a copy starts as soon as the work that fills the
+    /// buffer is issued. Does not block.
     pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &AsyncBuffer) -> AsyncBuffer {
         let (resolver, found) = AsyncBuffer::new();
         let runtime = self.clone();
@@ -137,8 +137,8 @@ impl Runtime {
     /// Starts a copy of a part of `bytes` from device memory to `to`. Later calls `then` with `to`
     /// or the failure. `then` runs on a thread with other work and must be short.
     ///
-    /// If `source` is given, its work makes the bytes and may not be over. If it fails, so does the
-    /// copy.
+    /// If `source` is given, its work fills `bytes` and may not have ended. If that work fails, the
+    /// copy fails too.
     pub(crate) fn read_device(
         self: &Arc<Self>,
         op: u64,
@@ -177,8 +177,8 @@ impl Runtime {
     }
 }
 
-/// Calls `then` with the completion status of an issued async buffer, once that is known. Without
-/// an async buffer, calls `then` with success at once.
+/// Calls `then` with the completion status of an issued async buffer, once the status is known.
+/// Without an async buffer, calls `then` with success at once.
 pub(crate) fn when_made(
     source: Option<AsyncBuffer>,
     then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
@@ -190,7 +190,7 @@ pub(crate) fn when_made(
 }
 
 /// Resolves `resolver` with `part` of the buffer of `source`, as soon as `source` is issued. Does
-/// not block. In device memory, it ends when `source` ends.
+/// not block. If the buffer is in device memory, `resolver` ends when `source` ends.
 ///
 /// With `remember`, a failure of `source` also counts as a failure on this process. `guard` is
 /// dropped last.

@@ -19,7 +19,7 @@ use mpmd_record::trace::PieceStep;
 pub(crate) enum Waiter {
     /// Shards of this process that contain the piece, and processes to which it is forwarded.
     Piece(Box<Receive>),
-    /// A buffer for the bytes of a piece: `resolver` is resolved with them.
+    /// A buffer for the bytes of a piece, which resolve `resolver`.
     Bytes {
         resolver: Resolver,
         from: ProcessId,
@@ -32,38 +32,39 @@ pub(crate) enum Waiter {
 
 /// The receive of one region from a peer.
 ///
-/// The region is forwarded even if it cannot be used here. A failed shard, or one without memory,
-/// must not affect other processes. If the region does not come, all its receivers are told.
+/// The region is forwarded even if this process cannot use it: a failed shard, or one without
+/// memory, must not affect other processes. If the region does not come, all its receivers get the
+/// failure.
 pub(crate) struct Receive {
     pub(crate) from: ProcessId,
     /// The shards of this process that contain the region and are assembled from pieces.
     pub(crate) shards: Vec<Assembly>,
-    /// Forwards the region to the peers of the transfer. Last, so that its guard is dropped after
-    /// the memory.
+    /// The send that forwards the region to the peers of the transfer. The last field, so that its
+    /// guard is dropped after the memory.
     pub(crate) forward: Send,
 }
 
-/// The buffer that a region's bytes are read into.
+/// The target of a read of a region's bytes.
 #[derive(Clone, Copy)]
 enum ReadTarget {
-    /// The whole memory of the shard with this index in `shards`.
+    /// The whole memory of the shard with this index in [`Receive::shards`].
     Whole(usize),
-    /// The region's part of the only shard.
+    /// The region's part of the only shard in [`Receive::shards`].
     Part,
     /// A staging buffer.
     Staging,
 }
 
-/// Memory that a region's bytes are read into.
+/// Memory into which a region's bytes are read.
 struct ReadRoom {
     buffer: OwnedBuffer,
     target: ReadTarget,
 }
 
 impl Receive {
-    /// Registers the receive with the router. A region that nobody needs any more is received too,
-    /// so that its sender does not wait. All receives of an operation are registered within one
-    /// lock of the router: it reports an operation as taken once none is left.
+    /// Registers the receive with the router. A region that no shard needs any more is received
+    /// too, so that its sender does not wait. Register all receives of an operation within one lock
+    /// of the router, which reports the operation as taken once no receive is left.
     pub(crate) fn begin(self, runtime: &Runtime, router: &mut Router<InProcess>) {
         let from = self.from;
         let Send {
@@ -83,7 +84,7 @@ impl Receive {
         router.expect(from, key, hash, bytes, waiter, now);
     }
 
-    /// Gives the region to its receivers once it has come. If it never will, fails them with the
+    /// Passes an arrived region to its receivers. If the region never arrives, fails them with the
     /// reason.
     fn end(self: Box<Self>, runtime: &Arc<Runtime>, result: Result<Payload, Arc<Failure>>) {
         match result {
@@ -94,8 +95,8 @@ impl Receive {
         }
     }
 
-    /// Takes bytes in memory that this process can read, and gives them to the receivers of the
-    /// region.
+    /// Takes a region's bytes in memory that this process can read, and passes them to the region's
+    /// receivers.
     fn take(&self, runtime: &Arc<Runtime>, bytes: SharedBuffer) {
         self.trace_taken(runtime);
         let transfer = &self.forward.transfer;
@@ -120,8 +121,8 @@ impl Receive {
         self.spread(runtime, bytes, source, |at| whole.contains(&at));
     }
 
-    /// Starts to read bytes that the transport still has to fetch. Once they are read, gives them
-    /// to the receivers of the region.
+    /// Starts to read bytes that the transport still has to fetch. Then passes the bytes to the
+    /// receivers of the region.
     fn read(self: Box<Self>, runtime: &Arc<Runtime>, fetch: Box<dyn Fetch>) {
         let room = match self.room(runtime, fetch.bytes()) {
             Ok(Some(room)) => room,
@@ -152,8 +153,8 @@ impl Receive {
         runtime.fetch(from, fetch, room.buffer, Box::new(then));
     }
 
-    /// Returns an async buffer with the completion status of device memory that a peer lent before
-    /// it was filled. `None` if the bytes are already there.
+    /// Returns an async buffer that ends when a peer has filled device memory that it lent before.
+    /// `None` if the bytes are already filled.
     fn arriving(&self, runtime: &Arc<Runtime>, bytes: &SharedBuffer) -> Option<AsyncBuffer> {
         if bytes.device().is_none() || bytes.is_made() {
             return None;
@@ -169,8 +170,8 @@ impl Receive {
         Some(slot)
     }
 
-    /// Returns memory to read the region into. `None` if the region is no longer needed. Fails if
-    /// there is no memory.
+    /// Returns memory to read the region into. `None` if no receiver needs the region any more.
+    /// Fails if there is no memory.
     fn room(&self, runtime: &Runtime, bytes: u64) -> Result<Option<ReadRoom>, Arc<Failure>> {
         let room = |buffer, target| Ok(Some(ReadRoom { buffer, target }));
         let Send {
@@ -209,12 +210,12 @@ impl Receive {
         runtime.trace_piece(PieceStep::Taken, guard.key(transfer.id), self.from, bytes);
     }
 
-    /// Gives the region to its receivers. Other processes come first, because more processes may
+    /// Passes the region to its receivers. Other processes come first, because more processes may
     /// wait behind them. The shards for which `in_place` is true use the bytes without a copy; the
-    /// others copy them. So each device's shard is its own memory or borrowed memory. Its room and
-    /// its in-place updates do not depend on other devices.
+    /// others copy them. So each device's shard is its own memory or borrowed memory. Its memory
+    /// use and its in-place updates do not depend on other devices.
     ///
-    /// `source` is the async buffer of the bytes, if the work that fills them is not over.
+    /// `source` is the async buffer of the bytes, if the work that fills them has not ended.
     fn spread(
         &self,
         runtime: &Arc<Runtime>,
@@ -264,7 +265,7 @@ impl Receive {
 }
 
 impl Runtime {
-    /// Gives a piece to its receiver, or the failure because of which the piece does not come.
+    /// Passes a piece to its receiver, or the failure if the piece does not come.
     pub(crate) fn deliver(self: &Arc<Self>, waiter: Waiter, result: Result<Payload, Arc<Failure>>) {
         match waiter {
             Waiter::Piece(receive) => receive.end(self, result),
@@ -324,8 +325,7 @@ impl Runtime {
         self.fetch(from, fetch, buffer, Box::new(then));
     }
 
-    /// Creates the failure of operation `op` after a piece from or to process `peer` broke off in
-    /// transit.
+    /// Creates the failure of operation `op` after a transfer from or to process `peer` broke off.
     pub(crate) fn broken_off(
         &self,
         peer: ProcessId,
@@ -343,8 +343,8 @@ impl Runtime {
             .unwrap_or_else(|| router.lost_while(peer, op, &driver::reason(error)))
     }
 
-    /// Creates the failure of operation `op`, which borrowed bytes from process `from` that were
-    /// then not made.
+    /// Creates the failure of operation `op`, which borrowed bytes that process `from` then failed
+    /// to fill.
     fn never_made(&self, from: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let router = self.router.lock();
         if !router.still_here().contains(&from) {
@@ -356,8 +356,8 @@ impl Runtime {
     }
 }
 
-/// Converts a length in bytes to `usize`. A length that does not fit becomes `usize::MAX`, which
-/// pools refuse.
+/// Converts a length in bytes to `usize`. A length that does not fit becomes `usize::MAX`, so that
+/// allocation fails.
 fn in_memory(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }

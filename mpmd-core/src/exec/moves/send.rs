@@ -17,13 +17,13 @@ use mpmd_record::trace::PieceStep;
 /// A piece to send, and the guard that keeps its operation in flight.
 pub(crate) struct Outgoing {
     pub(crate) buffer: SharedBuffer,
-    /// Bytes of the piece. In a zero-copy transfer `buffer` may be the whole shard that contains
-    /// it.
+    /// Size of the piece in bytes. In a zero-copy transfer `buffer` may be larger: the whole shard
+    /// that contains the piece.
     pub(crate) bytes: u64,
     pub(crate) guard: OpGuard,
 }
 
-/// The send of one region to peers.
+/// The send of one region to one peer or several.
 #[derive(Clone)]
 pub(crate) struct Send {
     pub(crate) transfer: Arc<RegionTransfer>,
@@ -33,7 +33,7 @@ pub(crate) struct Send {
 
 impl Send {
     /// Registers the send of a region of a local host shard. Once the shard is filled, offers the
-    /// region to the peers of the transfer; if it fails, tells them.
+    /// region to the peers of the transfer. If the shard fails, sends the failure.
     pub(crate) fn begin(self, runtime: &Arc<Runtime>, slot: &AsyncBuffer) {
         let runtime = runtime.clone();
         slot.on_end(move |outcome| match (outcome, &self.transfer.run) {
@@ -55,9 +55,9 @@ impl Send {
         });
     }
 
-    /// Registers the send of a region of a shard in an accelerator's memory. Peers that take device
-    /// memory get the shard itself, even before it is filled. The others get a copy that begins as
-    /// soon as the device can. If the shard fails, the peers are told.
+    /// Registers the send of a region of a shard in an accelerator's memory. Peers that accept
+    /// device memory get the shard itself, even before it is filled. The others get a copy, which
+    /// starts as soon as the device can make it. If the shard fails, the peers get the failure.
     pub(crate) fn begin_from_accelerator(self, runtime: &Arc<Runtime>, slot: &AsyncBuffer) {
         let carried = |peer: &ProcessId| runtime.carries_device_memory(*peer);
         let peers = self.transfer.peers.iter().copied();
@@ -88,8 +88,8 @@ impl Send {
         }
     }
 
-    /// Tells the router to send `bytes` to these peers. They are the region's bytes, or contain
-    /// them.
+    /// Tells the router to send `bytes` to these peers. `bytes` are exactly the region, or contain
+    /// it.
     pub(crate) fn offer(&self, runtime: &Arc<Runtime>, peers: &[ProcessId], bytes: SharedBuffer) {
         let key = self.guard.key(self.transfer.id);
         let size = self.transfer.bytes as u64;
@@ -106,12 +106,12 @@ impl Send {
         }
     }
 
-    /// Packs the region into a staging buffer: a few bytes on this thread, others on a copy worker
-    /// or by the device that has them. Then offers it to these peers, or tells them of the failure.
-    /// Does not block.
+    /// Packs the region into a staging buffer and offers it to these peers. If that fails, sends
+    /// them the failure. Packs small regions on this thread, others on a copy worker or on the
+    /// device that has the bytes. Does not block.
     ///
-    /// `source` is the async buffer of the bytes, if they are in device memory and its work may not
-    /// be over.
+    /// `source` is the async buffer of the bytes, if they are in device memory and the work that
+    /// fills them may not have ended.
     pub(crate) fn pack_and_offer(
         self,
         runtime: &Arc<Runtime>,
@@ -190,7 +190,7 @@ impl Send {
         }
     }
 
-    /// Tells these peers that the region will not come, and fails this process's sends.
+    /// Tells these peers that the region will not come, and fails this process's sends of the move.
     pub(crate) fn poison(
         &self,
         runtime: &Arc<Runtime>,

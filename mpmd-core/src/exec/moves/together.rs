@@ -18,18 +18,18 @@ use mpmd_transport::{Payload, Ticket};
 use crate::exec::Runtime;
 
 thread_local! {
-    /// The pieces of this thread that wait for others, if it gathers them.
+    /// The small pieces that this thread has gathered. `None` while it does not gather pieces.
     static GATHERED: RefCell<Option<GatheredPieces>> = const { RefCell::new(None) };
 }
 
-/// Pieces that wait, in the order in which they were sent.
+/// Small pieces that wait to be sent together, in their order.
 struct GatheredPieces {
-    /// The address of the runtime that sends them. A thread may serve several in tests.
+    /// Address of the runtime that sends the pieces. In tests a thread may serve several runtimes.
     runtime: *const Runtime,
     pieces: Vec<SmallPiece>,
 }
 
-/// A piece that may leave in a batch.
+/// A piece small enough to be sent in a batch.
 struct SmallPiece {
     to: ProcessId,
     header: Header,
@@ -37,12 +37,12 @@ struct SmallPiece {
     ticket: Ticket,
 }
 
-/// Sends the gathered pieces when it is dropped, also after a panic.
+/// Guard that sends the gathered pieces when it is dropped, also after a panic.
 struct Gathering<'a>(&'a Arc<Runtime>);
 
 impl Runtime {
-    /// Runs `send`. The small pieces that this thread sends meanwhile leave together at its end.
-    /// `send` must not wait for a peer.
+    /// Runs `send`, then sends all small pieces that it posted, as one message per process. `send`
+    /// must not wait for a peer.
     pub(crate) fn send_together<R>(self: &Arc<Self>, send: impl FnOnce() -> R) -> R {
         let begins = GATHERED.with_borrow_mut(|gathered| {
             let begins = gathered.is_none();
@@ -56,7 +56,7 @@ impl Runtime {
         send()
     }
 
-    /// Posts a piece to the transport, or keeps it for a batch.
+    /// Posts a piece to the transport, or gathers it for a batch.
     pub(crate) fn post_piece(
         &self,
         to: ProcessId,
@@ -105,7 +105,7 @@ impl Runtime {
         transport.post(to, header, payload, ticket);
     }
 
-    /// Posts pieces for one process, as a batch if there are several.
+    /// Posts pieces for one process, as one batch if there are several.
     fn post_batch(&self, pieces: Vec<SmallPiece>) {
         let messages: Vec<_> = pieces
             .iter()
@@ -136,7 +136,7 @@ impl Runtime {
         }
     }
 
-    /// Takes in a batch of pieces from a peer.
+    /// Splits a batch from a peer into its pieces and passes them on.
     pub(crate) fn take_batch(self: &Arc<Self>, from: ProcessId, batch: &Payload) {
         let messages = match batch {
             Payload::Inline(bytes) | Payload::Lent(bytes) if bytes.device().is_none() => {

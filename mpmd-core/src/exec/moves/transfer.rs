@@ -26,34 +26,35 @@ pub(crate) struct TargetShard {
     pub(crate) device: DeviceId,
     pub(crate) local_index: usize,
     pub(crate) region: Region,
-    /// Number of transfers that bring a piece of the shard, by partial sum of the source. Empty if
-    /// the shard is empty, or is a partial sum of the target that stays zero.
+    /// Number of pieces of the shard, indexed by partial sum of the source. Empty if the shard is
+    /// empty, or is a partial sum of the target that stays zero.
     pub(crate) pieces: Vec<usize>,
-    /// True if every piece is contiguous in the shard and is copied, not added.
+    /// True if every piece is contiguous in the shard and is copied, not added to other pieces.
     pub(crate) in_parts: bool,
-    /// The source that the shard may share memory with; `None` if its memory must be its own.
+    /// The source with which the shard may share memory. `None` if the shard must have its own
+    /// memory.
     pub(crate) alias: Option<PieceOrigin>,
 }
 
-/// One region: its source and its destinations, as seen by this process.
+/// The transfer of one region: its source and its destinations, as seen by this process.
 #[derive(Clone)]
 pub(crate) struct RegionTransfer {
     /// The piece number of the region, in messages and in the trace.
     pub(crate) id: u64,
-    /// Index of the source's partial sum that the region belongs to.
+    /// Index of the source's partial sum to which the region belongs.
     pub(crate) term: usize,
     /// The region, in indices of the whole array. Never empty.
     pub(crate) region: Region,
-    /// The region that the incoming bytes cover: the origin's whole shard or `region` alone. A
-    /// zero-copy sender gives its whole shard if `region` is not contiguous in it. Then neither
+    /// The region that the incoming bytes cover: the sender's whole shard, or `region` alone. A
+    /// zero-copy sender lends its whole shard if `region` is not contiguous in it. Then neither
     /// side packs.
     pub(crate) holds: Region,
-    /// Byte range of `region` within the bytes of `holds`, if contiguous.
+    /// Byte range of `region` within the bytes of `holds`. `None` if it is not contiguous there.
     pub(crate) run: Option<Range<usize>>,
     /// Size of the region in bytes.
     pub(crate) bytes: usize,
     pub(crate) origin: PieceOrigin,
-    /// Indices of the shards that contain the region, among the plan's targets.
+    /// Indices of the target shards of the plan that contain the region.
     pub(crate) targets: Vec<usize>,
     /// The processes to which this one sends the region.
     pub(crate) peers: Vec<ProcessId>,
@@ -71,7 +72,7 @@ pub(crate) enum PieceOrigin {
 }
 
 /// Returns the transfers by which each device gets its part of host values, which every process
-/// has. Of several partial sums, only the first gets them.
+/// has. If the target has partial sums, only the first sum gets the values.
 pub(crate) fn from_host(
     targets: &[TargetShard],
     layout: &Layout,
@@ -100,7 +101,7 @@ pub(crate) fn from_host(
     transfers
 }
 
-/// Returns the transfers by which each device keeps its own shard.
+/// Returns the transfers for a move in which each device keeps its own shard.
 pub(crate) fn in_place(targets: &[TargetShard], item: usize) -> Vec<RegionTransfer> {
     let targets = targets.iter().enumerate();
     let targets = targets.filter(|(_, target)| !target.region.is_empty());
@@ -112,7 +113,7 @@ pub(crate) fn in_place(targets: &[TargetShard], item: usize) -> Vec<RegionTransf
 }
 
 impl RegionTransfer {
-    /// Creates a transfer of the whole shard of target `at`, from local bytes that cover `holds`.
+    /// Creates a transfer of the whole target shard `at`, from local bytes that cover `holds`.
     fn local(
         at: usize,
         target: &TargetShard,
@@ -185,8 +186,7 @@ impl RegionTransfer {
         self.holds == self.region
     }
 
-    /// Returns the same transfer, with the region itself as the region that the incoming bytes
-    /// cover.
+    /// Returns the same transfer for incoming bytes that cover only the region.
     pub(crate) fn alone(self: &Arc<Self>) -> Arc<Self> {
         if self.is_by_itself() {
             return self.clone();
@@ -198,7 +198,7 @@ impl RegionTransfer {
         })
     }
 
-    /// Returns the bytes per element.
+    /// Returns the number of bytes per element.
     pub(crate) fn item_bytes(&self) -> usize {
         self.bytes / self.region.elements()
     }

@@ -23,10 +23,10 @@ pub(crate) struct InFlight {
     trace: Trace,
 }
 
-/// The counts when the last operation began, with payloads that are [left](LeftBehind) at peers.
-/// Since then operations can only have ended, so the present counts are hardly higher: by payloads
-/// of one operation for several peers. The program reads this before each operation; the alignment
-/// keeps it off cache lines that other threads write.
+/// The counts at the begin of the last operation, with payloads that are [left](LeftBehind) at
+/// peers. Since then operations can only have ended, so the present counts are at most slightly
+/// higher: if an operation left payloads at several peers. The program reads this before each
+/// operation; the alignment keeps it off cache lines that other threads write.
 #[derive(Default)]
 #[repr(align(128))]
 struct AtLastBegin {
@@ -38,7 +38,7 @@ struct AtLastBegin {
 #[derive(Default)]
 struct InFlightState {
     counts: OpCounts,
-    /// OpenOperation operations by ascending number, and some that have ended.
+    /// Open operations by ascending number, and some that have ended.
     open: VecDeque<OpenOperation>,
 }
 
@@ -46,16 +46,16 @@ struct InFlightState {
 struct OpenOperation {
     op: u64,
     bytes: u64,
-    /// Number of guards of the operation; 0 once it has ended.
+    /// Number of the operation's guards; 0 once it has ended.
     parts: usize,
-    /// The sends of each result for which the program can wait, until they have ended.
+    /// The sends that the program can wait for, by result of the operation, until they have ended.
     sends: Vec<ResultSends>,
-    /// The span of the operation in the program's log, if the log takes spans.
+    /// The span of the operation in the program's log, if the log records spans.
     span: Option<Span>,
 }
 
-/// The pieces that this process sends of one result of an operation, until the last has left or one
-/// has failed.
+/// This process's sends of one result of an operation. The entry exists until the last piece has
+/// left or one has failed.
 struct ResultSends {
     result: u32,
     missing: usize,
@@ -63,7 +63,8 @@ struct ResultSends {
 }
 
 impl OpenOperation {
-    /// Takes out the sends of a result for which `ended` returns true. `None` if there are none.
+    /// Removes and returns the sends of a result if `ended` returns true for them. Otherwise
+    /// returns `None`.
     fn take_sends(
         &mut self,
         result: u32,
@@ -84,7 +85,7 @@ impl InFlightState {
         self.open.get_mut(at)
     }
 
-    /// Counts an operation with `bytes` of new memory as ended.
+    /// Notes that an operation with `bytes` of new memory has ended.
     fn end(&mut self, bytes: u64) {
         self.counts.ops -= 1;
         self.counts.bytes -= bytes;
@@ -101,17 +102,17 @@ pub(crate) struct OpCounts {
     pub(crate) bytes: u64,
     /// Bytes of this process's memory that are lent to peers.
     pub(crate) lent: u64,
-    /// Number of payloads that peers keep in their memory until they issue the operation, and their
-    /// bytes. Their operations may have ended here.
+    /// Number of payloads that peers hold until they issue the receiving operation. The next field
+    /// has their bytes. The sending operations may have ended on this process.
     pub(crate) left: usize,
     pub(crate) left_bytes: u64,
-    /// Number of reads of arrays that are in progress, even if their operations have ended.
+    /// Number of reads of arrays in progress. The operations that made the arrays may have ended.
     pub(crate) reads: usize,
-    /// Number of operations that have ended and loans that were returned, so far.
+    /// Number of operations ended and loans returned so far.
     pub(crate) ended: u64,
 }
 
-/// The amount by which the program is ahead of its devices and of its peers.
+/// The amount of issued work that devices and peers have not caught up with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AheadOf {
     pub(crate) ops: usize,
@@ -119,8 +120,8 @@ pub(crate) struct AheadOf {
 }
 
 impl OpCounts {
-    /// Returns the number and bytes of operations that have not ended, plus those of payloads that
-    /// peers keep.
+    /// Returns the number and bytes of operations that have not ended. Includes payloads that peers
+    /// hold.
     pub(crate) fn ahead(&self) -> AheadOf {
         AheadOf {
             ops: self.ops + self.left,
@@ -129,33 +130,34 @@ impl OpCounts {
     }
 }
 
-/// Counts bytes of this process's memory as lent to a peer, until it is dropped.
+/// Memory of this process that is lent to a peer. Dropping it ends the loan in the counts.
 pub(crate) struct OnLoan {
     bytes: u64,
     in_flight: Arc<InFlight>,
 }
 
-/// Counts a payload that has left this process, until the peer has taken it.
+/// A payload that has left this process and that the peer has not taken. Dropping it ends the
+/// count.
 pub(crate) struct LeftBehind {
     bytes: u64,
     in_flight: Arc<InFlight>,
 }
 
-/// Counts a read of an array as in progress, until it is dropped.
+/// A read of an array in progress. Dropping it ends the read in the counts.
 pub(crate) struct Reading(Arc<InFlight>);
 
 /// The operation number of a guard that was released before its drop.
 const RELEASED: u64 = u64::MAX;
 
-/// Held by every part of an operation. The operation ends when the last guard is dropped.
+/// A guard that every part of an operation holds. The operation ends when the last guard is
+/// dropped.
 ///
-/// Drop it after the operation's buffers: threads that wait for memory check it when operations
-/// end.
+/// Drop it after the operation's buffers: threads that wait for memory retry when operations end.
 pub(crate) struct OpGuard {
     op: u64,
-    /// Index of the result of the operation that the part belongs to; 0 if it has only one.
+    /// Index of the operation's result to which the part belongs; 0 if it has only one result.
     result: u32,
-    /// The rolling hash at the operation.
+    /// The program's rolling hash up to the operation.
     hash: u128,
     in_flight: Arc<InFlight>,
 }
@@ -170,7 +172,7 @@ impl InFlight {
     }
 
     /// Counts operation `op` as in flight, with `bytes` of new memory, until all clones of the
-    /// returned guard are dropped. `hash` is the rolling hash at the operation.
+    /// returned guard are dropped. `hash` is the program's rolling hash up to the operation.
     pub(crate) fn begin(self: &Arc<Self>, op: u64, hash: u128, bytes: u64) -> OpGuard {
         let mut state = self.state.lock();
         state.counts.ops += 1;
@@ -230,7 +232,7 @@ impl InFlight {
     }
 
     /// Counts a read of an array as in progress until the returned object is dropped. A program
-    /// that finishes waits for it.
+    /// that finishes waits for the read.
     pub(crate) fn reading(self: &Arc<Self>) -> Reading {
         self.state.lock().counts.reads += 1;
         Reading(self.clone())
@@ -240,8 +242,8 @@ impl InFlight {
         self.state.lock().counts
     }
 
-    /// Returns upper bounds of [`OpCounts::ahead`]: (operations, bytes). Takes no lock. Only for
-    /// the thread that begins operations.
+    /// Returns upper bounds for the operations and bytes of [`OpCounts::ahead`]. Takes no lock.
+    /// Only for the thread that begins operations.
     pub(crate) fn at_most(&self) -> (usize, u64) {
         let AtLastBegin { ops, bytes } = &self.at_last_begin;
         (ops.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed))
@@ -261,7 +263,7 @@ impl InFlight {
         )
     }
 
-    /// Blocks until `enough` returns true for the counts. Returns false if `deadline` came first.
+    /// Blocks until `enough` returns true for the counts. Returns false after `deadline`.
     pub(crate) fn wait_until(&self, deadline: Instant, enough: impl Fn(&OpCounts) -> bool) -> bool {
         let mut state = self.state.lock();
         while !enough(&state.counts) {
@@ -274,7 +276,8 @@ impl InFlight {
 }
 
 impl OnLoan {
-    /// Counts the lent bytes as left at a peer: in its own memory if they were copied.
+    /// Counts the lent bytes as held by a peer that has not taken them, even if they were copied
+    /// there.
     pub(crate) fn left_behind(&self) -> LeftBehind {
         let mut state = self.in_flight.state.lock();
         state.counts.left += 1;
@@ -296,7 +299,7 @@ impl Drop for LeftBehind {
 }
 
 impl OpGuard {
-    /// Returns the rolling hash at the operation, which the router may no longer have.
+    /// Returns the program's rolling hash up to the operation, which the router may no longer have.
     pub(crate) fn hash(&self) -> u128 {
         self.hash
     }
@@ -313,15 +316,14 @@ impl OpGuard {
         guard
     }
 
-    /// Returns the name of a piece of the guard's result in messages and traces: (operation, piece
-    /// number). `id` is the piece's number in the plan of the result's move.
+    /// Returns the identity of a piece of the guard's result in messages and traces: (operation,
+    /// piece number). `id` is the piece's number in the plan of the result's move.
     pub(crate) fn key(&self, id: u64) -> (u64, u64) {
         (self.op, reshard::joined(id, self.result))
     }
 
-    /// Counts the `pieces` pieces that this process sends of the guard's result. Returns an async
-    /// buffer without bytes. It ends when each of them is [sent](Self::sent), or with the first
-    /// failure.
+    /// Registers `pieces` sends of the guard's result. Returns an async buffer without bytes. It
+    /// ends when every piece is [sent](Self::sent), or with the first failure.
     pub(crate) fn expect_sends(&self, pieces: usize) -> AsyncBuffer {
         let (resolver, slot) = AsyncBuffer::new();
         if let Some(open) = self.in_flight.state.lock().find(self.op) {
@@ -334,7 +336,8 @@ impl OpGuard {
         slot
     }
 
-    /// Drops the guard of a piece that its receiver has taken, or that was copied out.
+    /// Drops the guard of a piece that was taken by its receiver or copied out, and counts the
+    /// piece as sent.
     pub(crate) fn sent(mut self) {
         self.release(true);
     }
@@ -350,8 +353,8 @@ impl OpGuard {
         }
     }
 
-    /// Removes this part of the operation. The last part ends it. `sent` is true if the part was a
-    /// piece that has left.
+    /// Removes this part of the operation. The last part ends the operation. `sent` is true if the
+    /// part was a piece that has left.
     fn release(&mut self, sent: bool) {
         let op = std::mem::replace(&mut self.op, RELEASED);
         let mut state = self.in_flight.state.lock();

@@ -27,18 +27,18 @@ const PACE: SpinPace = SpinPace {
     alone: Duration::from_micros(3),
     most_skipped: 0,
 };
-/// Maximum time for which a thread that waits without a deadline sleeps before it looks again.
+/// Maximum time for which a thread without a deadline sleeps before it checks again.
 const NAP: Duration = Duration::from_secs(1);
 
 thread_local! {
-    /// True while this thread is in a call of the transport. The transport then calls the runtime,
-    /// which must not wait by driving it.
+    /// True while this thread is inside a call of the transport. If the transport then calls the
+    /// runtime, the runtime must not drive the transport to wait.
     static DRIVING: Cell<bool> = const { Cell::new(false) };
     /// Spin policy of this thread. It adapts to the length of recent waits.
     static POLICY: SpinPolicy = const { SpinPolicy::new(PACE, Spin::Auto) };
 }
 
-/// The wait settings and state that the threads of one process share.
+/// The wait settings and state that all threads of a process share.
 pub(crate) struct Parker {
     transport: Option<Arc<dyn Transport>>,
     setting: Spin,
@@ -116,7 +116,7 @@ impl Parker {
     }
 
     /// Returns the transport if this thread may drive it. `None` if waiting threads cannot drive
-    /// the transport, or this thread is already in one of its calls.
+    /// the transport, or this thread is already inside one of its calls.
     fn door(&self) -> Option<&Arc<dyn Transport>> {
         let transport = self.transport.as_ref()?;
         (!DRIVING.get() && transport.parking().is_some()).then_some(transport)
@@ -141,7 +141,7 @@ impl Parker {
         until.has_come(slot)
     }
 
-    /// Takes the right to poll, or returns `None` if the core budget has no room.
+    /// Returns the right to poll. `None` if too many threads poll for the core budget.
     fn place(&self) -> Option<PollPermit<'_>> {
         match self.room {
             CoreBudget::All => Some(PollPermit(None)),
@@ -153,7 +153,7 @@ impl Parker {
     }
 }
 
-/// The right to poll, until it is dropped.
+/// The right to poll. Dropping it lets another thread poll.
 struct PollPermit<'a>(Option<&'a AtomicBool>);
 
 impl Drop for PollPermit<'_> {
@@ -167,7 +167,7 @@ impl Drop for PollPermit<'_> {
 /// The awaited state of an async buffer.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Until {
-    /// The buffer is there, filled or not, or the async buffer has failed.
+    /// Issued or ended: the async buffer has its buffer, filled or not, or has failed.
     Issued,
     Ended,
 }
@@ -202,8 +202,8 @@ impl Until {
     }
 }
 
-/// Sleeps in the transport until `slot` reaches the awaited state, and handles messages meanwhile.
-/// Returns the buffer or failure of `slot`, or `None` if `deadline` comes first.
+/// Sleeps in the transport until `slot` reaches the awaited state. Messages that arrive are handled
+/// on this thread. Returns the buffer or failure of `slot`, or `None` after `deadline`.
 fn sleep(
     transport: &Arc<dyn Transport>,
     until: Until,
@@ -268,8 +268,8 @@ impl Wake for ParkBell {
     }
 }
 
-/// Runs a call to the transport and returns its result. Meanwhile this thread is marked as driving
-/// the transport.
+/// Runs a call to the transport and returns its result. During the call this thread is marked as
+/// driving the transport.
 fn drive<R>(call: impl FnOnce() -> R) -> R {
     struct Back;
     impl Drop for Back {

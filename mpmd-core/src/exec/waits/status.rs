@@ -13,7 +13,7 @@ use crate::exec::Runtime;
 /// The current activity of the program thread and of the devices.
 pub(crate) struct ActivityStatus {
     program: Mutex<Doing>,
-    /// Number of steps that the program has ended.
+    /// Number of steps that have ended.
     steps: AtomicU64,
     reports: Mutex<Reports>,
     devices: Vec<DeviceStatus>,
@@ -23,22 +23,23 @@ pub(crate) struct ActivityStatus {
 struct DeviceStatus {
     name: String,
     /// The operations that have not ended, in order. The device works on the first. Only a device
-    /// that runs asynchronously has more than one.
+    /// that runs asynchronously can have more than one.
     running: Mutex<VecDeque<RunningOperation>>,
 }
 
-/// The times of hang reports while a process does nothing.
+/// The times of hang reports since this process last issued or ended an operation.
 #[derive(Default)]
 struct Reports {
-    /// Number of operations that were issued, and of those that have ended.
+    /// Number of operations issued, and number of operations ended, at the first report.
     progress: (u64, u64),
-    /// The first report since then, and the first of the last round.
+    /// The times of the first report since that progress, and of the first report in the last
+    /// round.
     times: Option<(Duration, Duration)>,
 }
 
 impl Reports {
-    /// Returns the time since the first report if one is due now: rounds come after 1, 2, 4, 8, …
-    /// times the peer timeout. All waits of a process report in one round.
+    /// Returns the time since the first report, if a report is due now. Rounds of reports come
+    /// after 1, 2, 4, 8, … times the peer timeout. All waits of a process report in the same round.
     fn next(&mut self, progress: (u64, u64), now: Duration, timeout: Duration) -> Option<Duration> {
         let Some((first, last)) = self.times.filter(|_| self.progress == progress) else {
             self.progress = progress;
@@ -64,19 +65,19 @@ impl Reports {
 pub(crate) enum Doing {
     /// Running the user's code.
     Program,
-    /// Blocked in this call or for this reason, at this line of the user's program.
+    /// Blocked in this call, or for this reason, at this line of the user's program.
     Waiting(&'static str, &'static Location<'static>),
     /// In [`Program::finish`](crate::Program::finish).
     Finishing,
 }
 
-/// An operation on a device.
+/// An operation that a device has started or queued.
 #[derive(Clone)]
 struct RunningOperation {
     op: u64,
     call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
-    /// Time at which the ticker first saw the operation as its device's current one: devices read
-    /// no clock.
+    /// The time at which the ticker first saw the operation as its device's current one. Devices
+    /// themselves read no clock.
     seen: Option<Instant>,
 }
 
@@ -105,7 +106,7 @@ impl ActivityStatus {
         }
     }
 
-    /// Adds an operation to those of the device with this local index: it starts, or waits behind
+    /// Adds an operation to the device with this local index. The operation starts, or waits behind
     /// others.
     pub(crate) fn device_starts(
         &self,
@@ -121,7 +122,8 @@ impl ActivityStatus {
         });
     }
 
-    /// Removes an operation that the device with this local index has ended, if it is there.
+    /// Removes an operation that the device with this local index has ended. Does nothing if it is
+    /// not in the list.
     pub(crate) fn device_ends(&self, device: usize, op: u64) {
         let mut running = self.devices[device].running.lock();
         if let Some(at) = running.iter().position(|running| running.op == op) {
@@ -129,7 +131,7 @@ impl ActivityStatus {
         }
     }
 
-    /// Sets the start time of each device's current operation to now, if it has none.
+    /// Sets the start time of each device's current operation to now, unless it has one.
     pub(crate) fn tick(&self) {
         for device in &self.devices {
             if let Some(RunningOperation {
@@ -141,7 +143,7 @@ impl ActivityStatus {
         }
     }
 
-    /// Returns the lowest number of an operation that a device works on. `None` if all devices are
+    /// Returns the lowest number of the devices' current operations. `None` if all devices are
     /// idle.
     pub(crate) fn lowest(&self) -> Option<u64> {
         self.devices
@@ -157,7 +159,7 @@ impl ActivityStatus {
 
     // invariant: no-silent-wait
     /// Describes the current activity in one line for a hang report. `name` returns the description
-    /// of an operation with its label and line, if it is known.
+    /// of an operation with its label and line, if known.
     fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
         let program = format!("its program {}", self.program.lock().describe());
         self.devices(name)
@@ -188,7 +190,7 @@ impl ActivityStatus {
 }
 
 impl Doing {
-    /// Describes this as the predicate of "its program".
+    /// Describes the activity as the predicate of a sentence about "its program".
     fn describe(self) -> String {
         match self {
             Self::Program => "runs code of its own".to_owned(),
@@ -204,8 +206,8 @@ impl Runtime {
         self.status.describe(|op| self.router.lock().describe(op))
     }
 
-    /// Describes the current activity of this process. Then, one line per link, describes the chain
-    /// of processes that it waits for.
+    /// Describes the current activity of this process. Adds the chain of processes for which it
+    /// waits, one line per link.
     pub(crate) fn doing_and_why(&self) -> String {
         let doing = self.doing();
         let running = self.status.lowest();
@@ -267,9 +269,9 @@ impl Runtime {
         }
     }
 
-    /// Writes to the log and to stderr that something has waited longer than the peer timeout.
-    /// While this process issues and ends nothing, it does so at growing intervals: a job may idle
-    /// for days.
+    /// Writes to the log and to stderr that a wait takes longer than the peer timeout. While this
+    /// process issues and ends no operation, reports come at growing intervals, since a job may be
+    /// idle for days.
     pub(crate) fn report_hang(&self, text: &str) {
         let progress = (self.router.lock().count(), self.in_flight.counts().ended);
         let timeout = self.config.peer_timeout;
@@ -291,8 +293,8 @@ impl Runtime {
     }
 }
 
-/// Describes the time waited until a report that comes `idle` after the first one: the peer timeout
-/// as it was given, then whole seconds or, below one second, milliseconds.
+/// Describes the time waited until a report that comes `idle` after the first one. The peer timeout
+/// appears as it was given, other times in whole seconds, or in milliseconds below one second.
 fn waited_text(timeout: Duration, idle: Duration) -> String {
     match idle.is_zero() {
         true => format!("{timeout:?}"),
@@ -300,7 +302,7 @@ fn waited_text(timeout: Duration, idle: Duration) -> String {
     }
 }
 
-/// Restores the previous activity of the program thread when dropped.
+/// Guard that restores the previous activity of the program thread when dropped.
 pub(crate) struct ProgramGuard<'a> {
     status: &'a ActivityStatus,
     before: Doing,

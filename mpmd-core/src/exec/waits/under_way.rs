@@ -13,8 +13,8 @@ use crate::exec::{LeftBehind, OnLoan, OpGuard, Runtime};
 /// Payloads that a transport is moving.
 ///
 /// A transport ends each transfer when it is done, or when it knows that the peer is gone. If a
-/// peer is only silent, its connections stay and the transport may never know. Then the waiters are
-/// told anyway. The bytes stay with the transport until it is done with them (invariant
+/// peer is only silent, its connections stay and the transport may never know. Then the waiters get
+/// a failure anyway. The bytes stay with the transport until it releases them (invariant
 /// *memory-outlives-operation*).
 #[derive(Default)]
 pub(crate) struct UnderWay {
@@ -22,23 +22,23 @@ pub(crate) struct UnderWay {
     sending: BTreeMap<u64, Sending>,
     /// Memory lent by zero-copy transfer, by ticket number.
     lent: BTreeMap<u64, LentPayload>,
-    /// Guards of operations with zero-copy payloads that a peer has not taken yet. Only those stay
-    /// in flight, because a peer may keep a payload forever once taken.
+    /// Guards of operations whose zero-copy payloads a peer has not taken yet. Once a payload is
+    /// taken its operation may end, because the peer may keep the payload forever.
     untaken: BTreeMap<PayloadKey, OpGuard>,
-    /// Zero-copy payloads with which the transport is done, but that the peer has not taken, by the
-    /// same keys: small ones are copied into its memory at once.
+    /// Zero-copy payloads that the transport has released but the peer has not taken. Small
+    /// payloads, for example, are copied to the peer's memory at once.
     left: BTreeMap<PayloadKey, LeftBehind>,
-    /// By peer: the last operation up to which the peer has taken all zero-copy payloads.
+    /// The last operation up to which each peer has taken all zero-copy payloads.
     taken: BTreeMap<ProcessId, u64>,
-    /// Peers that take no more zero-copy payloads.
+    /// Peers that will take no more zero-copy payloads.
     gone: BTreeSet<ProcessId>,
-    /// Operations that the program waits for because of their sends, and some that have ended.
+    /// Operations whose sends the program waits for, and some that have ended.
     awaited: BTreeSet<u64>,
     /// Incoming bytes that are being read, by ticket number.
     receiving: BTreeMap<u64, Receiving>,
     /// Tickets of the pieces of a batch, by the batch's ticket number.
     bundles: BTreeMap<u64, Vec<Ticket>>,
-    /// Peers to and from which nothing more is sent, and the reason.
+    /// Peers to and from which all transfers were ended, and the reason.
     given_up: BTreeMap<ProcessId, String>,
     next: u64,
 }
@@ -46,7 +46,7 @@ pub(crate) struct UnderWay {
 /// Bytes that are being sent to a peer.
 pub(crate) struct Sending {
     pub(crate) to: ProcessId,
-    /// The guard of the operation, which stays in flight until the bytes have left.
+    /// The guard that keeps the operation in flight until the bytes have left.
     pub(crate) operation: OpGuard,
 }
 
@@ -63,7 +63,7 @@ struct Receiving {
     then: FetchDone,
 }
 
-/// A zero-copy payload to a peer. The order is by peer, then by operation.
+/// Identifies a zero-copy payload to a peer. Ordered by peer, then by operation.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct PayloadKey {
     to: ProcessId,
@@ -71,38 +71,40 @@ struct PayloadKey {
     ticket: u64,
 }
 
-/// A zero-copy payload that was registered.
+/// The ticket and the state of a zero-copy payload that was just registered.
 pub(crate) struct LentTicket {
     pub(crate) ticket: Ticket,
     pub(crate) state: HandedOver,
 }
 
-/// A loan that was refused, since the peer takes nothing more.
+/// The loan and the guard of a payload that was refused, since the peer takes no more.
 pub(crate) struct RefusedLoan {
     pub(crate) loan: OnLoan,
     pub(crate) operation: OpGuard,
 }
 
-/// The parts of a send that ends: each is `None` if there is none to end.
+/// The parts of a send that has ended. `None` for a part that the send did not have.
 pub(crate) struct EndedSend {
-    /// The loan to drop.
+    /// The loan, to be dropped.
     pub(crate) loan: Option<OnLoan>,
     pub(crate) sending: Option<Sending>,
 }
 
 /// The state of a zero-copy payload right after it was registered.
 pub(crate) enum HandedOver {
-    /// The operation stays in flight until the peer has taken the payload.
+    /// The peer has not taken the payload. The operation stays in flight until it has.
     Untaken,
-    /// The same, and the program waits for it: the peer must be asked.
+    /// As [`Untaken`](Self::Untaken), and the program waits for the payload: the peer must be asked
+    /// to report.
     Awaited,
     /// The peer has already taken all payloads of the operation.
     Taken(OpGuard),
 }
 
 impl UnderWay {
-    /// Registers bytes that are about to be sent and returns their ticket; `operation` stays in
-    /// flight until they have left. Returns `operation` as the error if the peer was given up.
+    /// Registers bytes that are about to be sent and returns their ticket. `operation` stays in
+    /// flight until the bytes have left. If the peer was given up, returns `operation` as the
+    /// error.
     pub(crate) fn send(&mut self, to: ProcessId, operation: OpGuard) -> Result<Ticket, OpGuard> {
         if self.given_up.contains_key(&to) {
             return Err(operation);
@@ -112,8 +114,8 @@ impl UnderWay {
         Ok(Ticket(number))
     }
 
-    /// Registers memory that is about to be lent to a peer. If the peer takes nothing more, returns
-    /// loan and guard as the error.
+    /// Registers memory that is about to be lent to a peer. If the peer takes no more payloads,
+    /// returns the loan and the guard as the error.
     pub(crate) fn hand_over(
         &mut self,
         to: ProcessId,
@@ -148,8 +150,8 @@ impl UnderWay {
         })
     }
 
-    /// Notes that the program waits for the sends of operation `op`. Returns the peers to ask:
-    /// those that have not taken a payload of it. Empty if the wait was noted before. Forgets
+    /// Notes that the program waits for the sends of operation `op`. Returns the peers that have
+    /// not taken a payload of it, to be asked. Empty if the wait was noted before. Forgets
     /// operations before `first_open`, which have ended.
     fn wait_for(&mut self, op: u64, first_open: u64) -> Vec<ProcessId> {
         if !self.awaited.insert(op) {
@@ -163,7 +165,7 @@ impl UnderWay {
     }
 
     /// Notes that a peer has taken all zero-copy payloads up to operation `op`. Returns the guards
-    /// of operations that no longer need to be in flight for it.
+    /// that kept these operations in flight for this peer.
     pub(crate) fn taken(&mut self, by: ProcessId, op: u64) -> Vec<OpGuard> {
         let taken = self.taken.entry(by).or_default();
         *taken = op.max(*taken);
@@ -171,8 +173,8 @@ impl UnderWay {
         take_range(&mut self.untaken, by, op)
     }
 
-    /// Returns, for each peer that has not taken a payload which has left, the first operation of
-    /// one.
+    /// Returns each peer with payloads that have left but are not taken, and the first operation of
+    /// such a payload.
     fn first_left(&self) -> BTreeMap<ProcessId, u64> {
         self.left.keys().rev().map(|key| (key.to, key.op)).collect()
     }
@@ -183,7 +185,7 @@ impl UnderWay {
         self.taken(by, u64::MAX)
     }
 
-    /// Notes that the transport is done with a ticket: sent bytes have left, lent bytes were
+    /// Notes that the transport has released a ticket: sent bytes have left, lent bytes were
     /// returned, or the transfer failed.
     pub(crate) fn sent(&mut self, ticket: Ticket) -> EndedSend {
         let Some(LentPayload { to, op, loan }) = self.lent.remove(&ticket.0) else {
@@ -208,15 +210,15 @@ impl UnderWay {
         }
     }
 
-    /// Returns the ticket of a batch with pieces that have these tickets.
+    /// Creates and returns the ticket of a batch whose pieces have these tickets.
     pub(crate) fn bundle(&mut self, tickets: Vec<Ticket>) -> Ticket {
         let number = self.number();
         self.bundles.insert(number, tickets);
         Ticket(number)
     }
 
-    /// Returns the tickets of the pieces of a batch, with which the transport is done. `None` if
-    /// the ticket is not that of a batch.
+    /// Removes a batch that the transport has released, and returns the tickets of its pieces.
+    /// `None` if the ticket belongs to no batch.
     pub(crate) fn take_bundle(&mut self, ticket: Ticket) -> Option<Vec<Ticket>> {
         self.bundles.remove(&ticket.0)
     }
@@ -230,7 +232,7 @@ impl UnderWay {
 
 impl Runtime {
     /// Starts to read a payload of `from` into a buffer. Later calls `then` exactly once with the
-    /// buffer or an error, even if `from` falls silent.
+    /// buffer or an error, even if `from` becomes silent.
     pub(crate) fn fetch(
         self: &Arc<Self>,
         from: ProcessId,
@@ -269,7 +271,7 @@ impl Runtime {
     }
 
     /// Notes that a thread of the program waits for the sends of operation `op`. Asks the peers
-    /// that have its zero-copy payloads to tell as soon as they have taken them. Does not block.
+    /// that hold its zero-copy payloads to report as soon as they have taken them. Does not block.
     /// Sends nothing if the same wait was noted before.
     pub(crate) fn ask_taken(self: &Arc<Self>, op: u64) {
         let first_open = self.in_flight.first_open().unwrap_or(op);
@@ -279,8 +281,7 @@ impl Runtime {
         }
     }
 
-    /// Asks each peer to tell when it has taken the oldest of the payloads that are left at it.
-    /// Does not block.
+    /// Asks each peer to report when it has taken the oldest payload left with it. Does not block.
     pub(crate) fn ask_for_left(self: &Arc<Self>) {
         let first = self.under_way.lock().first_left();
         if !first.is_empty() {
@@ -292,7 +293,8 @@ impl Runtime {
         }
     }
 
-    /// Fails the sends of an operation and drops its guard: process `to` will not take a piece.
+    /// Fails the sends of an operation and drops its guard, because process `to` will not take a
+    /// piece.
     pub(crate) fn never_taken(&self, to: ProcessId, operation: OpGuard) {
         let router = self.router.lock();
         let failure = router
@@ -340,7 +342,7 @@ impl Runtime {
     }
 }
 
-/// Takes the values of a peer's operations up to `op` out of a map.
+/// Removes the values of a peer's operations up to `op` from a map and returns them.
 fn take_range<V>(map: &mut BTreeMap<PayloadKey, V>, by: ProcessId, op: u64) -> Vec<V> {
     let first = PayloadKey {
         to: by,
@@ -357,7 +359,7 @@ fn take_range<V>(map: &mut BTreeMap<PayloadKey, V>, by: ProcessId, op: u64) -> V
     keys.iter().filter_map(|key| map.remove(key)).collect()
 }
 
-/// Takes the values for which `is_taken` out of a map, in the order of their keys.
+/// Removes the values for which `is_taken` returns true from a map, and returns them in key order.
 fn take_if<V>(map: &mut BTreeMap<u64, V>, is_taken: impl Fn(&V) -> bool) -> Vec<V> {
     let (taken, left) = std::mem::take(map)
         .into_iter()

@@ -21,11 +21,11 @@ use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::DeviceId;
 
 /// A shard in an accelerator's memory that is assembled from pieces. It is complete when the copies
-/// of all its pieces are over.
+/// of all its pieces have ended.
 ///
-/// The device copies the pieces. A copy is issued as soon as its bytes are there, or the work that
-/// makes them is issued. So the shard is issued with its last copy, and ends when all copies are
-/// over.
+/// The device copies the pieces. A copy is issued as soon as its bytes exist, or the work that
+/// makes them is issued. So the shard is issued with its last copy, and ends when all copies have
+/// ended.
 ///
 /// If the source has partial sums, the pieces of each sum but the first are copied to a second
 /// buffer. The device then adds that buffer to the shard. The sums are added in their order, not in
@@ -41,11 +41,11 @@ pub(crate) struct DeviceAssembly {
     ending: Arc<ShardEnding>,
 }
 
-/// The state of a shard until all its copies are issued.
+/// The state of a shard that still lacks copies.
 struct OpenDeviceShard {
     resolver: Resolver,
     memory: DeviceShardMemory,
-    /// By partial sum: the number of pieces that are not completely issued.
+    /// Number of pieces whose copies are not all issued, indexed by partial sum.
     missing: Vec<usize>,
     /// Index of the partial sum that is being assembled.
     term: usize,
@@ -64,24 +64,24 @@ struct EarlyPiece {
 
 /// The memory of a shard that still takes pieces.
 enum DeviceShardMemory {
-    /// Reserved until the first piece needs it.
+    /// Memory that is reserved. It is allocated when the first piece needs it.
     Reserved(Reservation),
-    /// (the shard's memory, a second buffer for the partial sum to be added).
+    /// Allocated memory: the shard, and a second buffer for the partial sum to be added.
     Here(OwnedBuffer, Option<OwnedBuffer>),
-    /// The allocation failed, so the shard has failed.
+    /// No memory: the allocation failed, and with it the shard.
     Gone,
 }
 
-/// The completion state of the issued copies. The last copy to end also ends the shard.
+/// The completion state of the issued copies. The end of the last copy also ends the shard.
 struct ShardEnding {
     runtime: Arc<Runtime>,
     op: u64,
     state: Mutex<ShardEndState>,
 }
 
-/// The progress of a shard towards its end.
+/// The state of a shard's issued copies until all have ended.
 struct ShardEndState {
-    /// Copies that are not over, plus one until the shard is issued or has failed.
+    /// Number of copies that have not ended, plus one until the shard is issued or has failed.
     left: usize,
     /// The first failure of a copy, or of the shard itself.
     failed: Option<Arc<Failure>>,
@@ -91,8 +91,8 @@ struct ShardEndState {
 }
 
 impl DeviceAssembly {
-    /// Creates a shard in memory of `accelerator`. With several partial sums, `sum` is their
-    /// addition, and the reservation has room for two shards.
+    /// Creates a shard in memory of `accelerator`. With several partial sums, `sum` adds them, and
+    /// the reservation must have room for two shards.
     pub(crate) fn new(
         shard: NewShard,
         runtime: Arc<Runtime>,
@@ -145,8 +145,8 @@ impl DeviceAssembly {
         self.open.lock().is_some()
     }
 
-    /// Returns true if the shard is open, nothing was written to it, and `piece` is all that it
-    /// waits for.
+    /// Returns true if the shard is open, nothing was written to it, and `piece` is the only piece
+    /// that it waits for.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
         let reserved = |open: &OpenDeviceShard| {
             open.missing == [1] && matches!(open.memory, DeviceShardMemory::Reserved(_))
@@ -154,7 +154,7 @@ impl DeviceAssembly {
         *piece == self.region && self.open.lock().as_ref().is_some_and(reserved)
     }
 
-    /// Returns true if these bytes are in this device's own memory and may stay there.
+    /// Returns true if the shard can use these bytes as its own: they are in this device's memory.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         let here = bytes
             .device()
@@ -162,8 +162,8 @@ impl DeviceAssembly {
         here && !bytes.is_far() && !bytes.is_limited()
     }
 
-    /// Ends the shard with its complete bytes, or with a failure. Copies that were issued still run
-    /// to their end.
+    /// Ends the shard with its complete bytes, or with a failure. Issued copies still run to their
+    /// end.
     pub(crate) fn end(&self, outcome: Outcome) {
         let Some(OpenDeviceShard {
             resolver, memory, ..
@@ -184,8 +184,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// Issues the shard with its complete bytes, which the work of `source` makes. The shard ends
-    /// when that work has ended.
+    /// Issues the shard with its complete bytes, which issued work of `source` fills. The shard
+    /// ends when that work has ended.
     pub(super) fn end_as(&self, bytes: SharedBuffer, source: &AsyncBuffer) {
         let Some(OpenDeviceShard {
             resolver, memory, ..
@@ -199,9 +199,9 @@ impl DeviceAssembly {
         source.on_completion(move |made| ending.over(made));
     }
 
-    /// Starts the copy of a piece to its place. A piece of a later partial sum waits until the
-    /// earlier sums are placed. `source` is the async buffer of the bytes, if its work may not be
-    /// over.
+    /// Starts the copy of a piece into the shard. A piece of a later partial sum waits until the
+    /// earlier sums are complete. `source` is the async buffer of the bytes, if the work that fills
+    /// them may not have ended.
     pub(super) fn place(
         self: &Arc<Self>,
         transfer: &Arc<RegionTransfer>,
@@ -237,14 +237,15 @@ impl DeviceAssembly {
         }
     }
 
-    /// Starts the copy of the whole shard from pinned host memory, in place of its only piece.
+    /// Starts a copy of the whole shard from pinned host memory. Replaces the copy of the only
+    /// piece.
     pub(crate) fn fill(self: &Arc<Self>, bytes: &SharedBuffer) {
         self.copy(bytes, &self.region, &self.region, None, ());
         self.placed();
     }
 
-    /// Packs a piece of a few bytes into memory that the device can reach, on this thread, and
-    /// starts its copy to the shard.
+    /// Packs a small piece, on this thread, into host memory that the device can read. Then starts
+    /// its copy to the shard.
     fn place_packed(self: &Arc<Self>, transfer: &RegionTransfer, bytes: &SharedBuffer) {
         let RegionTransfer { region, holds, .. } = transfer;
         if let Some(packed) = self.pack(bytes, holds, region) {
@@ -277,9 +278,10 @@ impl DeviceAssembly {
         }
     }
 
-    /// Issues the copy of a region to its place, from bytes that cover `holds`. `until` is dropped
-    /// when the copy is over, or cannot be issued. `source` is the async buffer of the bytes, if
-    /// its work may not be over. Fails the shard if there is no memory.
+    /// Issues the copy of `region` into the shard, from bytes that cover `holds`. `until` is
+    /// dropped when the copy has ended or cannot be issued. `source` is the async buffer of the
+    /// bytes, if the work that fills them may not have ended. Fails the shard if there is no
+    /// memory.
     pub(crate) fn copy(
         &self,
         bytes: &SharedBuffer,
@@ -312,8 +314,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// Starts to fill the whole shard with zeros, in place of its only piece. Fails the shard if
-    /// there is no memory.
+    /// Starts to fill the whole shard with zeros. Replaces the copy of the only piece. Fails the
+    /// shard if there is no memory.
     pub(crate) fn zero(self: &Arc<Self>) {
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
@@ -329,7 +331,7 @@ impl DeviceAssembly {
     }
 
     /// Notes that all copies of a piece are issued. After the last piece of a partial sum, starts
-    /// the pieces of the next. After the last sum, issues the shard.
+    /// the copies of the next sum's pieces. After the last sum, issues the shard.
     pub(crate) fn placed(self: &Arc<Self>) {
         let mut guard = self.open.lock();
         let Some(open) = guard.as_mut() else { return };
@@ -403,8 +405,8 @@ impl DeviceAssembly {
         self.end(Err(failure));
     }
 
-    /// Calls `with` with the memory for pieces of the current partial sum, allocated now if needed.
-    /// Does nothing if the shard has ended. Fails if there is no memory.
+    /// Calls `with` with the memory for pieces of the current partial sum. Allocates the memory if
+    /// needed. Does nothing if the shard has ended. Fails if there is no memory.
     fn with_memory(&self, with: impl FnOnce(&mut OwnedBuffer)) -> Result<(), Arc<Failure>> {
         let mut guard = self.open.lock();
         let Some(open) = guard.as_mut() else {
@@ -439,17 +441,17 @@ impl DeviceAssembly {
     }
 }
 
-/// A part of a shard's buffer.
+/// A region of a larger buffer.
 pub(crate) struct BufferPart {
-    /// The region that the buffer has.
+    /// The region that the whole buffer covers.
     pub(crate) whole: Region,
     pub(crate) part: Region,
     pub(crate) item_bytes: usize,
 }
 
 impl Runtime {
-    /// Starts a copy of `values` to an accelerator, in memory that was reserved for it. Resolves
-    /// `resolver` with the shard when the copy is issued.
+    /// Starts a copy of `values` to an accelerator, in reserved memory. Resolves `resolver` with
+    /// the shard when the copy is issued.
     pub(crate) fn copy_in(
         self: &Arc<Self>,
         device: DeviceId,
@@ -481,7 +483,7 @@ impl Runtime {
         shard.fill(&values);
     }
 
-    /// Starts a copy of a part of the buffer of `slot` on the device that holds it, and resolves
+    /// Starts a copy of a part of the buffer of `slot`, on the device that holds it. Resolves
     /// `resolver` with the copy. Fails `resolver` if there is no memory.
     pub(crate) fn copy_on_device(
         self: &Arc<Self>,
@@ -552,8 +554,8 @@ impl ShardEnding {
         self.state.lock().issued = Some(resolver);
     }
 
-    /// Notes the end of one copy, or of the shard's issue. After the last of them, ends the shard
-    /// with the first failure, if there was one.
+    /// Notes that a copy, or the issue of the shard, has ended. After the last end, ends the shard,
+    /// with the first failure if there was one.
     fn over(&self, result: Result<(), Arc<Failure>>) {
         let mut state = self.state.lock();
         if let Err(failure) = result {

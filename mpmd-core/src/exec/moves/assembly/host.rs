@@ -21,35 +21,35 @@ use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
-/// A shard in host memory that is assembled from pieces. It is complete when all its pieces are in
-/// place.
+/// A shard in host memory that is assembled from pieces. It is complete when all its pieces are
+/// written.
 ///
-/// Pieces of small moves are copied by the thread that brings them. For larger moves copy workers
-/// do so.
+/// In a small move, the thread that receives a piece copies it. In larger moves, copy workers do.
 ///
 /// If every piece is contiguous in the shard, each is a part that is written separately. Several
 /// parts are written at the same time, and the transport reads directly into them. Otherwise one
 /// copy worker at a time works on the shard, outside the lock. So copy workers with pieces of
 /// different shards never wait for each other.
 ///
-/// If the source has partial sums, the pieces of the first are copied and those of the others are
-/// added. The sums are added in their order, not in order of arrival, so the result has the same
-/// bits every time. Early pieces wait.
+/// If the source has partial sums, the pieces of the first sum are copied, and those of later sums
+/// are added. The sums are added in their order, not in order of arrival, so the result has the
+/// same bits every time. Pieces of later sums wait.
 pub(crate) struct HostAssembly {
     runtime: Arc<Runtime>,
     op: u64,
     region: Region,
     dtype: DType,
-    /// True if every piece is a separate part.
+    /// True if every piece is contiguous in the shard and written separately.
     in_parts: bool,
-    /// True if the whole move is small on this process.
+    /// True if the whole move copies few enough bytes on this process for the receiving threads to
+    /// copy.
     is_small: bool,
     state: Mutex<HostShardState>,
 }
 
 thread_local! {
-    /// True while this thread copies a piece of a small move. The end of the shard may start the
-    /// next of a chain of moves; a copy worker goes on then, so that the calls do not nest.
+    /// True while this thread copies a piece of a small move. If the end of the shard then starts
+    /// another small move, a copy worker copies its pieces, so that the calls do not nest.
     static COPYING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -57,7 +57,7 @@ thread_local! {
 struct CopyingMark(());
 
 impl CopyingMark {
-    /// Returns `None` if this thread is marked already.
+    /// Marks this thread. Returns `None` if it is marked already.
     fn begin() -> Option<Self> {
         // The guard is created only here: the drop of another one would take the mark away.
         (!COPYING.replace(true)).then(|| Self(()))
@@ -72,11 +72,11 @@ impl Drop for CopyingMark {
 
 /// The state of a shard and of the pieces that wait for it.
 struct HostShardState {
-    /// `None` once the shard has ended.
+    /// The shard's assembly. `None` once the shard has ended.
     open: Option<OpenHostShard>,
-    /// Pieces that have arrived and are not in place yet, in order of arrival.
+    /// Pieces that have arrived and are not written yet, in order of arrival.
     waiting: VecDeque<QueuedPiece>,
-    /// True if a copy worker works on the waiting pieces, or soon will.
+    /// True if a copy worker writes the waiting pieces, or is queued to do so.
     busy: bool,
 }
 
@@ -84,7 +84,7 @@ struct HostShardState {
 struct OpenHostShard {
     resolver: Resolver,
     memory: HostShardMemory,
-    /// By partial sum: the number of pieces that are not in place yet.
+    /// Number of pieces that are not written yet, indexed by partial sum.
     missing: Vec<usize>,
     /// Index of the partial sum that is being assembled.
     term: usize,
@@ -94,12 +94,12 @@ struct OpenHostShard {
 
 /// The memory of a shard that still takes pieces.
 enum HostShardMemory {
-    /// The memory is reserved. It is allocated when the first piece needs it.
+    /// Memory that is reserved. It is allocated when the first piece needs it.
     Reserved(Reservation),
     Here(OwnedBuffer),
-    /// Split into parts, which are lent to those that write pieces.
+    /// Memory that is split into parts. Each part is lent to the writer of its piece.
     Divided(DividedBuffer),
-    /// Taken by a copy worker or the transport, which writes to it.
+    /// Memory that a copy worker or the transport has taken to write to it.
     Lent,
 }
 
@@ -114,8 +114,8 @@ struct QueuedPiece {
 
 impl HostAssembly {
     /// Creates a shard. `in_parts` is true if each piece is a separate part of the memory.
-    /// `is_small` is true if the threads that bring pieces copy them: the copies of the whole move
-    /// take less time than waking a copy worker.
+    /// `is_small` is true if the threads that receive pieces copy them, because waking a copy
+    /// worker would take longer than the copies of the whole move.
     pub(crate) fn new(
         shard: NewShard,
         runtime: Arc<Runtime>,
@@ -165,7 +165,7 @@ impl HostAssembly {
         self.state.lock().open.is_some()
     }
 
-    /// Ends the shard with its complete bytes, or with a failure. Drops the pieces that wait.
+    /// Ends the shard with its complete bytes, or with a failure. Drops the waiting pieces.
     pub(crate) fn end(&self, outcome: Outcome) {
         let (open, waiting) = {
             let mut state = self.state.lock();
@@ -185,9 +185,9 @@ impl HostAssembly {
         }
     }
 
-    /// Takes the memory of the whole shard for a piece that is all of it. The caller writes it and
-    /// [ends](Self::end) the shard. `None` if the piece is smaller or the shard has ended. Also if
-    /// there is no memory, which fails the shard.
+    /// Takes the shard's memory for a piece that is the whole shard. The caller writes the piece
+    /// and [ends](Self::end) the shard. Returns `None` if the piece is smaller or the shard has
+    /// ended. Also if there is no memory, which fails the shard.
     pub(crate) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
         if !self.is_whole(piece) {
             return None;
@@ -205,7 +205,7 @@ impl HostAssembly {
         }
     }
 
-    /// Returns true if the shard is open and `piece` is all that it waits for.
+    /// Returns true if the shard is open and `piece` is the only piece that it waits for.
     pub(crate) fn is_whole(&self, piece: &Region) -> bool {
         *piece == self.region
             && self
@@ -216,14 +216,14 @@ impl HostAssembly {
                 .is_some_and(|open| open.missing == [1])
     }
 
-    /// Returns true if the shard can use the bytes without a copy. Bools that a peer lends are
-    /// copied. The peer can still write them, and a `bool` that is neither 0 nor 1 is undefined
-    /// behaviour even if it was checked before.
+    /// Returns true if the shard can use the bytes without a copy. Booleans that a peer lends are
+    /// copied: the peer can still write them, and a `bool` other than 0 or 1 is undefined
+    /// behaviour, even if it was checked before.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         self.dtype != DType::Bool || !bytes.is_lent()
     }
 
-    /// Copies a piece to its place: on this thread if the move is small, else on a copy worker.
+    /// Copies a piece into the shard: on this thread if the move is small, else on a copy worker.
     /// Does not block.
     pub(crate) fn place(
         self: &Arc<Self>,
@@ -252,9 +252,9 @@ impl HostAssembly {
         }
     }
 
-    /// Takes the part of the shard for a piece. The caller writes it, then [gives it
-    /// back](Self::give_back). `None` if pieces are not separate parts, or the shard has ended.
-    /// Also if there is no memory, which fails the shard.
+    /// Takes the part of the shard's memory for a piece. The caller writes the piece, then [gives
+    /// the part back](Self::give_back). Returns `None` if pieces are not separate parts or the
+    /// shard has ended. Also if there is no memory, which fails the shard.
     pub(crate) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
         let run =
             contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
@@ -277,7 +277,7 @@ impl HostAssembly {
         divided.part(run)
     }
 
-    /// Gives back a part that now holds its piece. After the last one the shard ends.
+    /// Gives back a part that now holds its piece. The last part ends the shard.
     pub(crate) fn give_back(&self, part: OwnedBuffer) {
         drop(part);
         let mut state = self.state.lock();
@@ -317,7 +317,7 @@ impl HostAssembly {
         self.give_back(part);
     }
 
-    /// Queues a piece. Returns true if no copy worker works on the shard: the caller must then
+    /// Queues a piece. Returns true if no copy worker writes to the shard: the caller must then
     /// start one.
     fn queue(&self, transfer: &Arc<RegionTransfer>, bytes: SharedBuffer, guard: &OpGuard) -> bool {
         let piece = QueuedPiece {
@@ -359,8 +359,8 @@ impl HostAssembly {
         }
     }
 
-    /// Takes the next piece of the current partial sum, and the shard's memory. `None` if there is
-    /// no such piece, or the shard has ended.
+    /// Takes the next piece of the current partial sum, and the shard's memory. Returns `None` if
+    /// no such piece waits, or the shard has ended.
     fn next_piece(&self) -> Option<(QueuedPiece, HostShardMemory)> {
         let mut state = self.state.lock();
         let HostShardState {
@@ -381,7 +381,8 @@ impl HostAssembly {
         Some((piece, replace(&mut open.memory, HostShardMemory::Lent)))
     }
 
-    /// Copies a piece of the first partial sum to its place, or adds one of a later sum.
+    /// Writes a piece to the shard: copies a piece of the first partial sum, adds one of a later
+    /// sum.
     fn write_piece(&self, transfer: &RegionTransfer, bytes: &[u8], buffer: &mut [u8]) {
         let RegionTransfer {
             term,
@@ -398,8 +399,8 @@ impl HostAssembly {
         }
     }
 
-    /// Notes that a piece is in place, and gives the memory back. Ends the shard after its last
-    /// piece.
+    /// Notes that a piece is written, and returns the memory to the shard. Ends the shard after its
+    /// last piece.
     fn finish_piece(&self, term: usize, buffer: OwnedBuffer) {
         let mut state = self.state.lock();
         let Some(open) = state.open.as_mut() else {
@@ -419,7 +420,8 @@ impl HostAssembly {
         }
     }
 
-    /// Returns the memory as one buffer, allocated now if needed. `None` if others write to it.
+    /// Returns the memory as one buffer, allocated now if needed. `None` if another thread writes
+    /// to it.
     fn buffer(&self, memory: HostShardMemory) -> Option<Result<OwnedBuffer, Arc<Failure>>> {
         match memory {
             HostShardMemory::Reserved(reservation) => {

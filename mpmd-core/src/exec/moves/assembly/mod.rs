@@ -29,28 +29,28 @@ pub(crate) enum Assembly {
     Device(Arc<DeviceAssembly>),
 }
 
-/// A shard as it is created.
+/// The properties of a new shard that waits for pieces.
 pub(crate) struct NewShard {
-    /// The operation that makes it.
+    /// The number of the operation that makes the shard.
     pub(crate) op: u64,
     pub(crate) region: Region,
-    /// The number of pieces by partial sum.
+    /// Number of missing pieces, indexed by partial sum.
     pub(crate) missing: Vec<usize>,
     pub(crate) reservation: Reservation,
     pub(crate) resolver: Resolver,
     pub(crate) guard: OpGuard,
 }
 
-/// The destination of a copy from a device.
+/// The destination of a copy from device memory.
 enum CopyTarget {
     Whole,
     Part,
-    /// A staging buffer, from which the piece is copied on.
+    /// A staging buffer. A second copy brings the piece from it to the shard.
     Staging,
 }
 
 impl Assembly {
-    /// Returns true if the shard has neither ended nor got all its pieces.
+    /// Returns true if the shard has not ended and still lacks pieces.
     pub(crate) fn is_open(&self) -> bool {
         match self {
             Self::Host(shard) => shard.is_open(),
@@ -58,7 +58,7 @@ impl Assembly {
         }
     }
 
-    /// Returns true if the shard is open and still lacks only `piece`, which is all of it.
+    /// Returns true if the shard is open and lacks only `piece`, which covers the whole shard.
     pub(crate) fn is_whole(&self, piece: &Region) -> bool {
         match self {
             Self::Host(shard) => shard.is_whole(piece),
@@ -67,7 +67,7 @@ impl Assembly {
     }
 
     /// Returns true if the shard can use these bytes without a copy: they are in the shard's own
-    /// kind of memory and nobody changes them.
+    /// kind of memory, and no peer can change them.
     pub(crate) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         match self {
             Self::Host(shard) => bytes.device().is_none() && shard.can_be(bytes),
@@ -83,8 +83,8 @@ impl Assembly {
         }
     }
 
-    /// Ends the shard with its complete bytes. If `source` is given, a device shard is issued now
-    /// and ends once the work of `source` has made the bytes.
+    /// Ends the shard with its complete bytes. If `source` is given, its issued work still fills
+    /// the bytes: a device shard is issued now and ends when that work has ended.
     pub(crate) fn end_as(&self, bytes: SharedBuffer, source: Option<AsyncBuffer>) {
         match (self, source) {
             (Self::Device(shard), Some(source)) => shard.end_as(bytes, &source),
@@ -92,8 +92,8 @@ impl Assembly {
         }
     }
 
-    /// Takes host memory for the whole shard, for a piece that is all of it. `None` if the piece is
-    /// smaller, the shard has ended, or the shard is in device memory.
+    /// Takes the shard's host memory for a piece that is the whole shard. Returns `None` if the
+    /// piece is smaller, the shard has ended, or the shard is in device memory.
     pub(crate) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
         match self {
             Self::Host(shard) => shard.take_whole(piece),
@@ -101,8 +101,9 @@ impl Assembly {
         }
     }
 
-    /// Takes the part of a host shard for a piece. The caller writes it, then gives it back. `None`
-    /// if pieces are not separate parts, the shard has ended, or it is in device memory.
+    /// Takes the part of a host shard for a piece. The caller writes the piece, then gives the part
+    /// back. Returns `None` if pieces are not separate parts, the shard has ended, or the shard is
+    /// in device memory.
     pub(crate) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
         match self {
             Self::Host(shard) => shard.take_part(piece),
@@ -110,19 +111,18 @@ impl Assembly {
         }
     }
 
-    /// Gives back a part of a host shard that now holds its piece. After the last one the shard
-    /// ends.
+    /// Gives back a part of a host shard that now holds its piece. The last part ends the shard.
     pub(crate) fn give_back(&self, part: OwnedBuffer) {
         if let Self::Host(shard) = self {
             shard.give_back(part);
         }
     }
 
-    /// Starts the copy of a piece to its place, by a copy worker or the device. In host memory,
+    /// Starts the copy of a piece into the shard, by a copy worker or the device. In host memory,
     /// copies the pieces of small moves on this thread. Does not block.
     ///
-    /// `source` is the async buffer of the bytes, if they are in device memory and its work may not
-    /// be over.
+    /// `source` is the async buffer of the bytes, if they are in device memory and the work that
+    /// fills them may not have ended.
     pub(crate) fn place(
         &self,
         runtime: &Arc<Runtime>,
@@ -142,8 +142,8 @@ impl Assembly {
 }
 
 impl HostAssembly {
-    /// Starts the copy of a piece from device memory: directly into the shard if its place there is
-    /// separate memory.
+    /// Starts the copy of a piece from device memory into a host shard. Copies directly if the
+    /// piece has a separate part there, else through a staging buffer.
     fn read(
         self: &Arc<Self>,
         runtime: &Arc<Runtime>,

@@ -12,7 +12,7 @@ pub(crate) struct ShardPlace {
     pub(crate) kind: MemoryKind,
 }
 
-/// The only piece of a target shard, as its source has it before the move.
+/// The only piece of a target shard, as seen at its source.
 pub(crate) struct OnlyPiece<'a> {
     /// The place of the source shard, or `None` for host values.
     pub(crate) from: Option<ShardPlace>,
@@ -22,10 +22,11 @@ pub(crate) struct OnlyPiece<'a> {
 }
 
 impl OnlyPiece<'_> {
-    /// Returns true if the shard at `to` with this region can share the memory of its source.
+    /// Returns true if the target shard `region` at `to` can share the memory of its source.
     ///
-    /// The piece must be the whole source shard and the whole target shard. Both must be of one
-    /// process and in the same memory kind. An accelerator shares memory with no other device.
+    /// The piece must be the whole source shard and the whole target shard. Both shards must be on
+    /// the same process and in the same kind of memory. An accelerator shares memory with no other
+    /// device.
     pub(crate) fn can_alias(&self, runtime: &Runtime, to: ShardPlace, region: &Region) -> bool {
         let on_accelerator = runtime.is_on_accelerator(to.device, to.kind);
         let one_memory = match self.from {

@@ -29,9 +29,9 @@ use mpmd_layout::reshard::{self, ReshardError};
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::DeviceId;
 
-/// A move that copies at most this many bytes on a process is small: the threads that bring its
-/// pieces copy them, because waking a copy worker would take longer. Larger shards are written by
-/// several copy workers at once.
+/// Maximum number of bytes that a process copies in a small move. The threads that receive the
+/// pieces of a small move copy them, because waking a copy worker would take longer. Larger shards
+/// are written by several copy workers at the same time.
 const SMALL: usize = 1 << 20;
 
 /// One process's part in moving arrays of one shape from one sharding to another.
@@ -44,45 +44,45 @@ pub(crate) struct PutPlan {
     transfers: Vec<Arc<RegionTransfer>>,
     /// Number of pieces that this process sends or forwards to peers.
     sends: usize,
-    /// Bytes of new memory that this process may need.
+    /// Bytes of new memory that this process may need for the move.
     bytes: u64,
     /// True if this process copies at most [`SMALL`] bytes.
     is_small: bool,
-    /// Indices of the move's descriptors in the plan of a dry run: (without, with) memory shared
-    /// with the source.
+    /// Cached indices of the move's descriptors in a dry run: without and with memory shared with
+    /// the source.
     pub(crate) known_descriptors: [KnownDescriptor; 2],
-    /// The compilation of the function that adds partial sums, for each accelerator that needs it.
+    /// The compiled functions that add partial sums, for the accelerators that need one.
     sums: Vec<DeviceSum>,
 }
 
-/// The addition of partial sums on an accelerator.
+/// A compiled addition of partial sums on an accelerator.
 struct DeviceSum {
     device: DeviceId,
-    /// Bytes of the second buffer, for the partial sum to be added.
+    /// Size in bytes of the second buffer, which holds the partial sum to be added.
     bytes: usize,
     /// The result of the compilation.
     ready: Result<(), DeviceError>,
 }
 
-/// The memory kinds of both ends of a move.
+/// The memory kinds of the source and the target of a move.
 #[derive(Clone, Copy)]
 struct MoveKinds {
     from: MemoryKind,
     to: MemoryKind,
 }
 
-/// Describes a `device_put` in messages.
+/// The description of a `device_put` in messages.
 pub(crate) struct PutWhat {
     pub(crate) aval: ShapedArray,
     pub(crate) from: Option<Sharding>,
     pub(crate) to: Sharding,
 }
 
-/// The source values of a `device_put`.
+/// The source of a `device_put`.
 pub(crate) enum PutSource<'a> {
     /// Host values, the same on every process.
     Host(&'a HostArray),
-    /// The shards that this process owns of an array on devices; empty if it owns none.
+    /// This process's shards of a source array on devices. Empty if it owns none.
     Shards(&'a [LocalShard]),
 }
 
@@ -153,8 +153,9 @@ impl PutPlan {
         })
     }
 
-    /// Returns true if the move may share an operation with those of other leaves: it has at most
-    /// `most` bytes, and no partial sums, whose indices the numbers of its pieces would need.
+    /// Returns true if the move can share an operation with moves of other leaves. It must have at
+    /// most `most` bytes and no partial sums: the piece numbers have no bits left for the index of
+    /// a sum.
     pub(crate) fn is_joinable(&self, most: usize) -> bool {
         let PutWhat { aval, from, to } = &*self.what;
         let whole = |sharding: &Sharding| sharding.unreduced_axes().is_empty();
@@ -166,14 +167,14 @@ impl PutPlan {
         self.transfers.is_empty() && self.targets.is_empty()
     }
 
-    /// Returns the bytes of new memory that this process may need.
+    /// Returns the bytes of new memory that this process may need for the move.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Registers this process's sends of the move, and returns an async buffer that ends with them,
-    /// or `None` if there are none. Never blocks. Call it before [`PutPlan::receive`]: peers wait
-    /// for the pieces, and the rest may take a while.
+    /// Registers this process's sends of the move. Returns an async buffer that ends when all sends
+    /// have ended, or `None` without sends. Never blocks. Call it before [`PutPlan::receive`],
+    /// which may block while peers wait for the pieces.
     pub(crate) fn send(
         &self,
         runtime: &Arc<Runtime>,
@@ -198,11 +199,11 @@ impl PutPlan {
         sent
     }
 
-    /// Opens the shards that this process will own, and registers the pieces that they wait for.
-    /// Returns the shards. Does not wait for the move. May block while there is no memory for the
-    /// shards, or, the first time, for a kernel's compilation.
+    /// Creates the shards that this process will own, registers the pieces that they wait for, and
+    /// returns the shards. Does not wait for the move. May block while there is no memory for the
+    /// shards. The first call may also block for a kernel's compilation.
     ///
-    /// With `may_alias` a shard may share memory with the source: arrays never change.
+    /// With `may_alias` a shard may share memory with the source, since arrays never change.
     pub(crate) fn receive(
         &self,
         runtime: &Arc<Runtime>,
@@ -231,8 +232,8 @@ impl PutPlan {
         result
     }
 
-    /// Returns the device function that adds the partial sums of a shard, or `None` if the host
-    /// adds them or there are none.
+    /// Returns the device function that adds the partial sums of a shard. `None` if the host adds
+    /// them or the source has no partial sums.
     fn sum_on_device(&self, target: &TargetShard) -> Option<Addition> {
         if target.pieces.len() < 2 {
             return None;
@@ -267,7 +268,7 @@ impl PutSource<'_> {
     }
 }
 
-/// Returns the shards that this process will own, without their pieces.
+/// Returns the shards that this process will own, before their pieces are added.
 fn local_targets(runtime: &Runtime, layout: &Layout) -> Vec<TargetShard> {
     let all = layout.iter();
     all.filter_map(|(device, region)| {
@@ -309,8 +310,8 @@ fn plan_transfers(
         .collect())
 }
 
-/// Sets the order in which the transfers are started. Each process starts with the peer after it,
-/// so that they do not all send to the same one.
+/// Sorts the transfers into the order in which they are started. Each process starts with the next
+/// higher process, so that not all processes send to the same peer.
 fn order_transfers(runtime: &Runtime, transfers: &mut [RegionTransfer]) {
     let processes = runtime.topology.processes();
     let distance =
@@ -329,8 +330,8 @@ fn order_transfers(runtime: &Runtime, transfers: &mut [RegionTransfer]) {
     });
 }
 
-/// Returns true if a piece that is forwarded or packed takes a staging buffer here. A piece that is
-/// transferred zero-copy takes none.
+/// Returns true if the piece needs a staging buffer on this process, to be forwarded or packed. A
+/// zero-copy transfer needs none.
 fn needs_staging(
     runtime: &Runtime,
     transfer: &RegionTransfer,
@@ -358,7 +359,7 @@ fn needs_staging(
 }
 
 impl TargetShard {
-    /// Counts a piece of the shard, and finds out if the shard can share the memory of its source.
+    /// Counts a piece of the shard, and determines if the shard can share the memory of its source.
     fn add_piece(
         &mut self,
         runtime: &Runtime,
@@ -399,7 +400,7 @@ impl TargetShard {
     }
 }
 
-/// Compiles the additions for the shards that add partial sums on an accelerator.
+/// Compiles the additions for the shards whose partial sums an accelerator adds.
 fn prepare_sums(
     runtime: &Runtime,
     targets: &[TargetShard],
@@ -420,8 +421,8 @@ fn prepare_sums(
     sums.collect()
 }
 
-/// Returns a word that differs for different moves. Processes that see different links make
-/// different plans: it has the topology, too, which turns that into an error instead of a hang.
+/// Returns a hash of the move and of the topology. Processes that see different links make
+/// different plans; the topology in the hash turns this into an error instead of a hang.
 fn fingerprint(runtime: &Runtime, what: &PutWhat) -> u64 {
     let PutWhat { aval, from, to } = what;
     let words = [
@@ -438,7 +439,7 @@ fn fingerprint(runtime: &Runtime, what: &PutWhat) -> u64 {
         .word()
 }
 
-/// Returns the memory kind of the source. Host values have the default kind, device memory.
+/// Returns the memory kind of the source. Host values count as the default kind, device memory.
 fn kind_of(from: Option<&Sharding>) -> MemoryKind {
     from.map_or_else(MemoryKind::default, Sharding::memory_kind)
 }

@@ -25,14 +25,14 @@ pub(super) struct PutStart<'a> {
     pub(super) runtime: &'a Arc<Runtime>,
     pub(super) guard: &'a OpGuard,
     pub(super) source: &'a PutSource<'a>,
-    /// Assembly of each target; `None` if the shard is not assembled from pieces.
+    /// The assembly of each target shard. `None` if the shard is not assembled from pieces.
     pub(super) shards: Vec<Option<Assembly>>,
 }
 
 /// A new shard of this process.
 pub(super) struct OpenedShard {
     pub(super) slot: AsyncBuffer,
-    /// `None` if the shard needs no pieces.
+    /// The assembly of the shard. `None` if the shard needs no pieces.
     pub(super) assembly: Option<Assembly>,
 }
 
@@ -47,7 +47,8 @@ impl OpenedShard {
 
 impl PutStart<'_> {
     /// Registers the send of a region of a local shard to the peers that get it from this process.
-    /// The send starts once the shard is filled, or in accelerator memory once it is issued.
+    /// The send starts once the shard is filled. In accelerator memory, it starts once the shard is
+    /// issued.
     pub(super) fn send(&self, transfer: &Arc<RegionTransfer>, device: DeviceId) {
         let Some(slot) = self.source.slot(device) else {
             return;
@@ -68,7 +69,7 @@ impl PutStart<'_> {
         }
     }
 
-    /// Reserves the memory of a shard of this process. If there is no memory, the shard fails.
+    /// Reserves the memory of a new shard of this process. If there is no memory, the shard fails.
     pub(super) fn open(&self, target: &TargetShard, may_alias: bool) -> OpenedShard {
         let Self {
             plan,
@@ -138,8 +139,9 @@ impl PutStart<'_> {
         OpenedShard { slot, assembly }
     }
 
-    /// Returns a shard that shares the memory of host values. It counts as any shard of its device,
-    /// unless the device has these bytes already: if there is no memory, it fails.
+    /// Returns a shard that shares the memory of host values. The memory counts against the
+    /// device's limit, unless the device has these bytes already. If the limit is exceeded, the
+    /// shard fails.
     fn hold(&self, target: &TargetShard, host: &HostArray) -> AsyncBuffer {
         let Self {
             plan,
@@ -171,8 +173,8 @@ impl PutStart<'_> {
         }
     }
 
-    /// Opens a shard in an accelerator's memory. Returns its assembly, in host memory if the host
-    /// adds its partial sums. `None` if it is filled with zeros or has failed.
+    /// Creates a shard in an accelerator's memory. Returns its assembly, which is in host memory if
+    /// the host adds partial sums. Returns `None` if the shard is filled with zeros or has failed.
     fn open_on_accelerator(
         &self,
         target: &TargetShard,
@@ -219,8 +221,8 @@ impl PutStart<'_> {
         }
     }
 
-    /// Opens the sum of a shard's partial sums, which the host adds. `shard` is filled with the
-    /// result. `None` if there is no memory, which fails the shard.
+    /// Creates a host assembly that adds a shard's partial sums and then fills `shard` with the
+    /// result. Returns `None` if there is no memory, which fails the shard.
     fn open_sum_on_host(
         &self,
         target: &TargetShard,
@@ -267,7 +269,7 @@ impl PutStart<'_> {
         Some(Assembly::Host(host))
     }
 
-    /// Queues the filling with zeros of a host shard to which no piece contributes.
+    /// Queues a fill with zeros for a host shard that gets no pieces.
     fn zeros(&self, reservation: Reservation, resolver: Resolver) {
         let runtime = self.runtime.clone();
         let guard = self.guard.clone();
@@ -281,10 +283,10 @@ impl PutStart<'_> {
         }));
     }
 
-    /// Registers the copies of all regions into the shards that contain them. A region from a peer
-    /// is received even if no shard needs it any more, so that its sender does not wait. It is then
-    /// forwarded to the transfer's peers. Waits for none of this. The pieces of a small move that
-    /// are there are copied now.
+    /// Registers the copy of each region into the shards that contain it. A region from a peer is
+    /// received even if no shard needs it any more, so that its sender does not wait. It is then
+    /// forwarded to the transfer's peers. Does not wait for the regions. Pieces of a small move
+    /// that are already here are copied now.
     pub(super) fn receive(&self) {
         let from_peer = |transfer: &RegionTransfer| match transfer.origin {
             PieceOrigin::Process(from) => Some(from),
@@ -368,8 +370,8 @@ impl PutStart<'_> {
     }
 }
 
-/// Returns an async buffer that shares the memory of `source`, once that has its buffer. The
-/// operation stays in flight until `source` has ended.
+/// Returns an async buffer that shares the memory of `source`, as soon as `source` has its buffer.
+/// The operation stays in flight until `source` has ended.
 fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&AsyncBuffer>) -> AsyncBuffer {
     let (resolver, slot) = AsyncBuffer::new();
     if let Some(source) = source {

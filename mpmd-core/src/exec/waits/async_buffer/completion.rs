@@ -7,8 +7,9 @@ use mpmd_proto::router::Failure;
 
 use super::AsyncBuffer;
 
-/// A fence that is passed once an issued async buffer has ended, and that then has the failure if
-/// there was one. A device's own work may succeed on inputs that were never made.
+/// A fence that is passed once an issued async buffer has ended. It then has the async buffer's
+/// failure, if any. A device's own fence would not do: its work may succeed on inputs that were
+/// never made.
 ///
 /// Holds neither the async buffer nor its memory.
 #[derive(Default)]
@@ -18,8 +19,8 @@ pub(super) struct CompletionStatus {
 }
 
 impl AsyncBuffer {
-    /// Returns a fence that is passed when this async buffer has ended, and that has its failure.
-    /// The async buffer must be issued.
+    /// Returns a fence that is passed when this async buffer has ended, and that then has its
+    /// failure. The async buffer must be issued.
     pub(crate) fn completion(&self) -> Arc<dyn Fence> {
         let completion = Arc::<CompletionStatus>::default();
         let told = completion.clone();

@@ -12,15 +12,15 @@ use super::Outcome;
 
 type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
-/// Callback for the completion status of the work that fills a buffer.
+/// Callback that gets the completion status of the work that fills a buffer.
 type CompletionStatus = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
 
-/// One holder of the async buffer, as added to [`BufferCell::counts`].
+/// The value of one holder of the async buffer in [`BufferCell::counts`].
 pub(super) const HOLDER: u64 = 1;
-/// One registered use that has not picked up its input, as added to [`BufferCell::counts`].
+/// The value in [`BufferCell::counts`] of one registered use that has not picked up its input.
 pub(super) const USE: u64 = 1 << 32;
 pub(super) const USES: u64 = ISSUED - USE;
-/// Flag in [`BufferCell::counts`]: the buffer is there, though it may not be filled yet.
+/// Flag in [`BufferCell::counts`]: the async buffer has its buffer, though work may still fill it.
 pub(super) const ISSUED: u64 = 1 << 61;
 /// Flag in [`BufferCell::counts`]: the async buffer has ended.
 pub(super) const ENDED: u64 = 1 << 62;
@@ -28,8 +28,8 @@ pub(super) const ENDED: u64 = 1 << 62;
 pub(super) const GIVEN_UP: u64 = 1 << 63;
 
 pub(super) struct BufferCell {
-    /// From low to high bits: holders, uses, and three flags. One word, so that registering and
-    /// ending a use takes no lock.
+    /// The numbers of holders and of uses, and three flags, from low to high bits. One word, so
+    /// that registering and ending a use takes no lock.
     pub(super) counts: AtomicU64,
     pub(super) held: Mutex<HeldBuffer>,
     pub(super) ended: Condvar,
@@ -37,43 +37,43 @@ pub(super) struct BufferCell {
 
 pub(super) struct HeldBuffer {
     pub(super) state: BufferState,
-    /// Set once the buffer is given up. It is freed when no registered use needs it; later readers
-    /// get this failure.
+    /// The failure for later readers, set once the buffer is given up. The buffer is freed when no
+    /// registered use needs it.
     pub(super) given_up: Option<Arc<Failure>>,
     pub(super) filling: FillStatus,
-    /// True if no input of the work that fills the buffer can still fail: the async buffer ends
-    /// exactly as that work.
+    /// True if the async buffer ends exactly as the work that fills the buffer: no input of the
+    /// work can still fail.
     pub(super) ends_with_its_work: bool,
 }
 
-/// The completion status of the work that was issued to fill the buffer. Known even if the buffer
-/// was taken.
+/// The completion status of the work that was issued to fill the buffer. Known even after the
+/// buffer was taken.
 #[derive(Default)]
 pub(super) enum FillStatus {
-    /// No work was issued, or it has filled the buffer.
+    /// No work was issued, or it has succeeded.
     #[default]
     Done,
-    /// The work is not over; these callbacks are called with its status when it is.
+    /// The work has not ended. These callbacks get its status when it ends.
     UnderWay(Vec<CompletionStatus>),
     Failed(Arc<Failure>),
 }
 
 pub(super) enum BufferState {
-    /// There is no buffer yet. Has the waiters, if there are any.
+    /// There is no buffer yet. Holds the waiters, if there are any.
     Pending(Option<Box<BufferWaiters>>),
-    /// Work that fills the buffer was issued: (the buffer, the waiters if there are any).
+    /// The buffer, which issued work fills, and the waiters if there are any.
     Issued(SharedBuffer, Option<Box<BufferWaiters>>),
     Ended(Outcome),
 }
 
 #[derive(Default)]
 pub(super) struct BufferWaiters {
-    /// Called when the async buffer is issued, or ends before that.
+    /// Callbacks for the issue of the async buffer, or for its end before that.
     pub(super) issued: Vec<Callback>,
     pub(super) callbacks: Vec<Callback>,
-    /// The last waker of each future, and the number that the future has here.
+    /// The last waker of each future, with the future's number in this async buffer.
     pub(super) wakers: Vec<(u64, Waker)>,
-    /// Number of futures that were given a number.
+    /// Number of futures that have a number.
     pub(super) futures: u64,
 }
 
@@ -116,8 +116,8 @@ impl BufferCell {
         }
     }
 
-    /// Removes one holder. If `shared` (several async buffers in one allocation), the last holder
-    /// frees the buffer.
+    /// Removes one holder. If `shared` (several async buffers share the allocation), the last
+    /// holder frees the buffer.
     pub(super) fn let_go(&self, shared: bool) {
         let last = (self.counts.fetch_sub(HOLDER, Ordering::AcqRel) & (USE - 1)) == HOLDER;
         if last && shared {

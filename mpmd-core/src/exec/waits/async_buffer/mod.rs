@@ -30,8 +30,8 @@ pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 
 /// The reading side of an async buffer. Clones refer to the same async buffer.
 ///
-/// The async buffers of one operation share an allocation. The memory of each is still freed with
-/// its own last holder.
+/// The async buffers of one operation share an allocation. Each buffer's memory is freed when its
+/// own last holder is dropped.
 pub(crate) struct AsyncBuffer {
     all: Arc<[BufferCell]>,
     index: u32,
@@ -39,11 +39,11 @@ pub(crate) struct AsyncBuffer {
     left: AtomicBool,
 }
 
-/// A registered use of an async buffer, until it is dropped. It gets the buffer even if the buffer
-/// is given up in the meantime.
+/// A registered use of an async buffer. It gets the buffer even if the buffer is given up before
+/// the use is over. Dropping it ends the use.
 pub(crate) struct BufferUse(AsyncBuffer);
 
-/// The async buffers that `Resolvers` will resolve, in order.
+/// The async buffers that a [`Resolvers`] will resolve, in order.
 pub(crate) struct AsyncBuffers {
     all: Arc<[BufferCell]>,
     next: u32,
@@ -57,7 +57,7 @@ impl AsyncBuffer {
         (Resolver(Some(Self::of(all.clone(), 0))), Self::of(all, 0))
     }
 
-    /// Creates `count` pending async buffers and their resolvers. Take every one of them: one that
+    /// Creates `count` pending async buffers and their resolvers. Take every async buffer: one that
     /// is not taken keeps its memory while others live.
     pub(crate) fn several(count: usize) -> (Resolvers, AsyncBuffers) {
         let all: Arc<[BufferCell]> = (0..count)
@@ -90,15 +90,15 @@ impl AsyncBuffer {
         &self.all[self.index as usize]
     }
 
-    /// Releases this holder early; if it is the last, frees the buffer. After that, this handle may
-    /// only be dropped. For async buffers that share an allocation.
+    /// Releases this holder early. If it is the last holder, frees the buffer. Afterwards this
+    /// handle may only be dropped. For async buffers that share an allocation.
     pub(crate) fn leave(&self) {
         if !self.left.swap(true, Ordering::Relaxed) {
             self.inner().let_go(true);
         }
     }
 
-    /// Returns true if the async buffer has ended. One atomic load.
+    /// Returns true if the async buffer has ended. Costs one atomic load.
     pub(crate) fn has_ended(&self) -> bool {
         self.inner().counts.load(Ordering::Acquire) & ENDED != 0
     }
@@ -111,13 +111,13 @@ impl AsyncBuffer {
         }
     }
 
-    /// Returns true if the async buffer is issued or has ended: its buffer is there, filled or not,
-    /// or it failed. One atomic load.
+    /// Returns true if the async buffer is issued or has ended: it has its buffer, filled or not,
+    /// or it has failed. Costs one atomic load.
     pub(crate) fn has_issued(&self) -> bool {
         self.inner().counts.load(Ordering::Acquire) & ISSUED != 0
     }
 
-    /// Returns the buffer, filled or not, or the failure. `None` if there is neither.
+    /// Returns the buffer, filled or not, or the failure. `None` if the async buffer is pending.
     pub(crate) fn peek_issued(&self) -> Option<Outcome> {
         self.inner().held.lock().issued()
     }
@@ -130,7 +130,7 @@ impl AsyncBuffer {
     }
 
     /// Blocks until the async buffer is issued or has ended, and returns the buffer or the failure.
-    /// Returns `None` if `deadline` comes first. Most callers should use [`Parker::wait_issued`].
+    /// Returns `None` at `deadline`. Most callers should use [`Parker::wait_issued`].
     pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let BufferCell { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -148,8 +148,9 @@ impl AsyncBuffer {
         }
     }
 
-    /// Calls `then` with the buffer as soon as it is there, filled or not, or with the failure.
-    /// That is now, or on the thread that issues or ends the async buffer. `then` must be short.
+    /// Calls `then` with the buffer, filled or not, as soon as the async buffer is issued, or with
+    /// the failure. Calls it now, or on the thread that issues or ends the async buffer. `then`
+    /// must be short.
     pub(crate) fn on_issued(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
         let mut held = self.inner().held.lock();
         if let Some(outcome) = held.issued() {
@@ -161,9 +162,9 @@ impl AsyncBuffer {
         }
     }
 
-    /// Calls `then` with the completion status of the work that fills the buffer, once that has
-    /// ended. That is now, or on the thread that ends it. The async buffer must be issued; its
-    /// buffer may already be taken. `then` must be short.
+    /// Calls `then` with the completion status of the work that fills the buffer, once the work has
+    /// ended. Calls it now, or on the thread that ends the async buffer. The async buffer must be
+    /// issued; its buffer may already be taken. `then` must be short.
     pub(crate) fn on_completion(
         &self,
         then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
@@ -182,8 +183,8 @@ impl AsyncBuffer {
     }
 
     /// Takes the buffer, filled or not: its [fences](SharedBuffer::ready) tell when it is filled.
-    /// Later readers get `donated` as the failure. If callbacks wait for the filled buffer, it is
-    /// shared with them. Returns `None` if there is no buffer yet.
+    /// Later readers get `donated` as the failure. If callbacks wait for the filled buffer, the
+    /// buffer is shared with them. Returns `None` if the async buffer is pending.
     pub(crate) fn take_issued(&self, donated: Arc<Failure>) -> Option<Outcome> {
         let inner = self.inner();
         let mut held = inner.held.lock();
@@ -212,7 +213,7 @@ impl AsyncBuffer {
     }
 
     /// Blocks until another thread ends the async buffer, and returns the buffer or the failure.
-    /// Returns `None` if `deadline` comes first. Most callers should use [`Parker::wait`].
+    /// Returns `None` at `deadline`. Most callers should use [`Parker::wait`].
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let BufferCell { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -236,7 +237,7 @@ impl AsyncBuffer {
     /// Calls `then` with the buffer or the failure: now if the async buffer has ended, otherwise on
     /// the thread that ends it.
     ///
-    /// `then` must be short: that thread has other work.
+    /// `then` must be short, because that thread has other work.
     pub(crate) fn on_end(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
         let mut held = self.inner().held.lock();
         match &mut held.state {
@@ -255,10 +256,10 @@ impl AsyncBuffer {
     }
 
     /// Returns the buffer or the failure if the async buffer has ended. Otherwise registers
-    /// `waker`, which is woken when it is issued and when it ends.
+    /// `waker`, which is woken when the async buffer is issued and when it ends.
     ///
-    /// `future` is the number that the polling future has here, and is set by its first poll. The
-    /// waker replaces the future's last one.
+    /// `future` is the number of the polling future in this async buffer. The first poll sets it.
+    /// The waker replaces the future's previous waker.
     pub(crate) fn poll(&self, future: &mut Option<u64>, waker: &Waker) -> Poll<Outcome> {
         match &mut self.inner().held.lock().state {
             BufferState::Ended(outcome) => Poll::Ready(outcome.clone()),
@@ -282,7 +283,8 @@ impl AsyncBuffer {
         }
     }
 
-    /// Forgets the waker of a future that is polled no more. `future` is its number here.
+    /// Drops the waker of a future that is no longer polled. `future` is its number in this async
+    /// buffer.
     pub(crate) fn forget(&self, future: u64) {
         if let BufferState::Pending(Some(waiting)) | BufferState::Issued(_, Some(waiting)) =
             &mut self.inner().held.lock().state
@@ -291,9 +293,9 @@ impl AsyncBuffer {
         }
     }
 
-    /// Returns the buffer, filled or not, or the failure. If there is neither, registers `waker`,
-    /// which is woken when the async buffer is issued, and again at its end. `future` is as in
-    /// [`AsyncBuffer::poll`].
+    /// Returns the buffer, filled or not, or the failure. If the async buffer is pending, registers
+    /// `waker`, which is woken when the async buffer is issued, and again at its end. `future` is
+    /// as in [`AsyncBuffer::poll`].
     pub(crate) fn poll_issued(&self, future: &mut Option<u64>, waker: &Waker) -> Poll<Outcome> {
         match self.peek_issued() {
             Some(outcome) => Poll::Ready(outcome),
@@ -306,7 +308,7 @@ impl AsyncBuffer {
     }
 
     /// Takes the buffer of an ended async buffer, or returns its failure. Later readers get
-    /// `donated` as the failure. `None` if it has not ended.
+    /// `donated` as the failure. Returns `None` if the async buffer has not ended.
     pub(crate) fn take(&self, donated: Arc<Failure>) -> Option<Outcome> {
         match &mut self.inner().held.lock().state {
             BufferState::Ended(outcome) if outcome.is_ok() => {
@@ -325,8 +327,8 @@ impl AsyncBuffer {
         BufferUse(Self::of(self.all.clone(), self.index))
     }
 
-    /// Frees the buffer once the async buffer has ended and all registered uses are over. Later
-    /// readers get `donated` as the failure.
+    /// Gives up the buffer: it is freed once the async buffer has ended and all registered uses are
+    /// over. Later readers get `donated` as the failure.
     pub(crate) fn give_up(&self, donated: Arc<Failure>) {
         let inner = self.inner();
         {
@@ -374,7 +376,8 @@ impl BufferUse {
         parker.wait(&self.0, None).expect("no deadline was set")
     }
 
-    /// Blocks until the buffer is there, filled or not, and returns it, or the failure.
+    /// Blocks until the async buffer is issued or has ended. Returns the buffer, filled or not, or
+    /// the failure.
     pub(crate) fn wait_issued(&self, parker: &Parker) -> Outcome {
         parker.wait_issued(&self.0)
     }

@@ -12,8 +12,8 @@ use super::{AsyncBuffer, Outcome};
 /// The writing side of one async buffer. Dropping it unused fails the async buffer.
 pub(crate) struct Resolver(pub(super) Option<AsyncBuffer>);
 
-/// The writing side of issued async buffers: ends them when their work is over. Dropping it unused
-/// fails them.
+/// The writing side of issued async buffers. It ends them when the issued work has ended. Dropping
+/// it unused fails them.
 pub(crate) struct IssuedPromises(Option<Arc<[BufferCell]>>);
 
 /// The writing side of several async buffers, which are resolved in order. Dropping it fails the
@@ -43,14 +43,14 @@ impl Resolver {
 }
 
 impl IssuedPromises {
-    /// Marks the async buffers as ending exactly as their work: no input of the work can still
-    /// fail.
+    /// Marks that the async buffers end exactly as the work that fills them: no input of the work
+    /// can still fail.
     pub(crate) fn end_with_their_work(&self) {
         let all = self.0.iter().flat_map(|all| all.iter());
         all.for_each(|inner| inner.held.lock().ends_with_its_work = true);
     }
 
-    /// Ends the async buffers: filled, or with the failure of the issued work.
+    /// Ends the async buffers: filled on success, or with the failure of the issued work.
     pub(crate) fn end(mut self, result: Result<(), Arc<Failure>>) {
         self.end_all(&result);
     }
@@ -94,7 +94,8 @@ impl Resolvers {
     /// Issues all async buffers with the given buffers, which issued work fills. The caller must
     /// end the returned object when that work ends.
     ///
-    /// Call it before any of them has ended. Async buffers for which `buffers` has no memory fail.
+    /// Call it before any of the async buffers has ended. An async buffer whose entry in `buffers`
+    /// has no memory fails.
     pub(crate) fn issue(
         mut self,
         mut buffers: impl Iterator<Item = SharedBuffer>,
