@@ -53,7 +53,7 @@ pub(crate) use moves::reach::follow;
 pub(crate) use moves::receive::Waiter;
 pub(crate) use moves::send::Outgoing;
 pub(crate) use moves::transfer::SourceLayout;
-/// The router's views: of a replayed step, and of the hashes of an operation's values.
+/// Types of the router: a span of replayed operations, and the hashes of host values.
 pub(crate) use mpmd_proto::router::{OpSpan, ValueHashes};
 pub(crate) use waits::async_buffer::{
     AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers,
@@ -111,8 +111,9 @@ pub(crate) struct Runtime {
     pub(crate) dry_run: Option<DryRunBuilder>,
     /// True if kernels are timed, to find slow processes.
     pub(crate) times_kernels: AtomicBool,
-    /// Nanoseconds of kernels on this process's CPU devices, plus nanoseconds in which the process
-    /// was [held up](Self::watch_stalls). Counted only in part.
+    /// Nanoseconds in which kernels ran on this process's CPU devices, counted while
+    /// `times_kernels` is true. Includes nanoseconds in which the process was
+    /// [held up](Self::watch_stalls).
     pub(crate) kernel_nanos: AtomicU64,
     /// Payload bytes that were handed to the transport, indexed by destination process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
@@ -192,8 +193,8 @@ impl Runtime {
     }
 
     /// Records that a device of this process began its part of operation `op` at time `at`. `since`
-    /// is the time at which the device started to wait for the inputs. `input` is the operation
-    /// that made the last input to be ready. Times are trace times.
+    /// is the time at which the device took up the operation, to wait for its inputs. `input` is
+    /// the operation that made the input that was ready last. Times are trace times.
     #[inline]
     pub(crate) fn trace_start(
         &self,

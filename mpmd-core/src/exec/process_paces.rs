@@ -18,7 +18,7 @@ const WARM_UP: usize = 3;
 /// Number of successive commits at which a process must be too slow.
 const STREAK: usize = 3;
 
-/// Minimum time between commits that is compared, in microseconds.
+/// Minimum kernel time from commit to commit that is compared, in microseconds.
 const SHORTEST: f64 = 200.0;
 
 /// The times of all processes in an epoch, for the search for slow ones.
@@ -142,7 +142,7 @@ impl ProcessPaces {
     }
 
     /// Adds the changes of all processes at a commit. Each change is divided by the median change
-    /// of the other processes, which is the load of the machine.
+    /// of the other processes if that is above 1: the load of the machine.
     fn add_changes(&mut self, changes: &[f64]) {
         for (process, window) in self.windows.iter_mut().enumerate() {
             let others = changes

@@ -22,7 +22,7 @@ use crate::exec::Runtime;
 use crate::exec::waits::in_flight::{OnLoan, Reading};
 use crate::warning::warn_user;
 
-/// Measures the memory of a value, in bytes.
+/// A function that returns the memory of a value, in bytes.
 pub(crate) type Measure = fn(&(dyn Any + Send)) -> u64;
 
 /// A new value from a kernel, before it is moved into its [`ObjectCell`].
