@@ -114,7 +114,7 @@ pub enum Error {
     #[error("{0}")]
     Environment(String),
     /// A file or a stream of the program could not be read or written: an error of
-    /// [`std::io`] that the program returns by `?`. It does not name the file.
+    /// [`std::io`] that the program returns by `?`. The error does not name the file.
     #[error("{0}")]
     Io(Arc<io::Error>),
     /// The epoch of the job ends after a commit, since its processes change: see

@@ -30,7 +30,7 @@ pub(crate) struct OperationNote {
     pub(crate) hash: u64,
 }
 
-/// Builds a dry run while its program runs. Handles may be dropped on any thread.
+/// The builder of a dry run while the program runs. Array handles may be dropped on any thread.
 pub(crate) struct DryRunBuilder {
     state: Mutex<DryRunState>,
     /// The process whose view of the job this dry run records.

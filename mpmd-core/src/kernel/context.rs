@@ -176,8 +176,8 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Fails the remaining rounds of the current collective, on the devices that wait for this one
-    /// too. The next collective becomes the current one.
+    /// Fails the remaining rounds of the current collective, also on the devices that wait for
+    /// this one. The next declared collective becomes the current one.
     pub(super) fn abandon_collective(&mut self, failure: &Arc<Failure>) {
         let group = &self.place.groups[self.called];
         for round in self.round..group.rounds.len() {

@@ -179,7 +179,8 @@ impl UnderWay {
         self.left.keys().rev().map(|key| (key.to, key.op)).collect()
     }
 
-    /// Notes that a peer takes no more zero-copy payloads. Returns the guards of their operations.
+    /// Notes that a peer takes no more zero-copy payloads. Returns the guards of the operations
+    /// whose payloads it has not taken.
     pub(crate) fn never_taken(&mut self, by: ProcessId) -> Vec<OpGuard> {
         self.gone.insert(by);
         self.taken(by, u64::MAX)

@@ -197,7 +197,7 @@ impl<'a> Cuda<'a> {
     ///
     /// # Errors
     ///
-    /// If the values are read-only, or the driver refuses.
+    /// If the values are read-only, or the driver refuses the work.
     pub fn zero<'x>(&self, values: impl Into<CudaPart<'x>>) -> Result<()> {
         let values = values.into();
         self.check_writable(&values, "zeros")?;
@@ -209,7 +209,8 @@ impl<'a> Cuda<'a> {
     ///
     /// # Errors
     ///
-    /// If the elements have another dtype, the values are read-only, or the driver refuses.
+    /// If the elements have another dtype, the values are read-only, or the driver refuses
+    /// the work.
     pub fn fill<'x, T: Element>(&self, values: impl Into<CudaPart<'x>>, value: T) -> Result<()> {
         let values = values.into();
         self.check_writable(&values, "values")?;
@@ -277,7 +278,7 @@ impl<'a> Cuda<'a> {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes differ, `to` is read-only, or the driver refuses.
+    /// If lengths or dtypes differ, `to` is read-only, or the driver refuses the work.
     pub fn copy<'x, 'y>(
         &self,
         from: impl Into<CudaPart<'x>>,

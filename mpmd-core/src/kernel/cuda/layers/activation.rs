@@ -32,7 +32,7 @@ impl ActivationCurve {
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn activate<'x>(
     cuda: &Cuda<'_>,
     curve: ActivationCurve,
@@ -61,7 +61,7 @@ pub fn activate<'x>(
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn activate_backward<'x>(
     cuda: &Cuda<'_>,
     curve: ActivationCurve,
@@ -112,7 +112,7 @@ pub struct GateHalves<'a> {
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn gate<'x>(
     cuda: &Cuda<'_>,
     curve: ActivationCurve,
@@ -142,7 +142,7 @@ pub fn gate<'x>(
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn gate_backward<'x>(
     cuda: &Cuda<'_>,
     curve: ActivationCurve,

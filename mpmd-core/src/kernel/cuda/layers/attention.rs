@@ -134,7 +134,7 @@ impl CudaAttention<'_> {
     ///
     /// # Errors
     ///
-    /// If sizes, lengths or dtypes do not fit, or the driver refuses.
+    /// If sizes, lengths or dtypes do not fit, or the driver refuses the work.
     pub fn forward<'x>(
         &self,
         cuda: &Cuda<'_>,
@@ -174,7 +174,7 @@ impl CudaAttention<'_> {
     /// # Errors
     ///
     /// If sizes, lengths or dtypes do not fit, the device has no memory left, or the driver
-    /// refuses.
+    /// refuses the work.
     pub fn backward<'x>(
         &self,
         cuda: &Cuda<'_>,

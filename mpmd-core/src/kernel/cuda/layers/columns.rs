@@ -48,7 +48,7 @@ impl RowChunks {
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
+/// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses the work.
 pub fn sum_rows<'x>(
     cuda: &Cuda<'_>,
     shape: MatrixShape,

@@ -11,7 +11,7 @@ use mpmd_layout::random::Key;
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn add<'x>(
     cuda: &Cuda<'_>,
     elements: usize,
@@ -34,7 +34,7 @@ pub fn add<'x>(
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn add_bias<'x>(
     cuda: &Cuda<'_>,
     shape: MatrixShape,
@@ -65,7 +65,7 @@ pub fn add_bias<'x>(
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn add_scaled<'x>(
     cuda: &Cuda<'_>,
     elements: usize,
@@ -97,7 +97,7 @@ pub fn add_scaled<'x>(
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn convert<'x>(
     cuda: &Cuda<'_>,
     elements: usize,
@@ -138,7 +138,7 @@ pub fn convert<'x>(
 ///
 /// # Errors
 ///
-/// If `drop_p` is not in `[0, 1)`. If lengths or dtypes do not fit, or the driver refuses.
+/// If `drop_p` is not in `[0, 1)`. If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn dropout<'x>(
     cuda: &Cuda<'_>,
     elements: usize,

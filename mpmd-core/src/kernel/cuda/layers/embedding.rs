@@ -27,7 +27,7 @@ impl CudaEmbedding {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, or the driver refuses.
+    /// If lengths or dtypes do not fit, or the driver refuses the work.
     pub fn forward<'x>(
         &self,
         cuda: &Cuda<'_>,
@@ -71,7 +71,8 @@ impl CudaEmbedding {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
+    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses
+    /// the work.
     pub fn backward<'x>(
         &self,
         cuda: &Cuda<'_>,

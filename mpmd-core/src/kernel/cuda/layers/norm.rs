@@ -28,7 +28,7 @@ impl CudaNorm {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, or the driver refuses.
+    /// If lengths or dtypes do not fit, or the driver refuses the work.
     pub fn forward<'x>(
         &self,
         cuda: &Cuda<'_>,
@@ -79,7 +79,7 @@ impl CudaNorm {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, or the driver refuses.
+    /// If lengths or dtypes do not fit, or the driver refuses the work.
     pub fn backward<'x>(
         &self,
         cuda: &Cuda<'_>,
@@ -127,7 +127,8 @@ impl CudaNorm {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
+    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses
+    /// the work.
     pub fn backward_weight<'x>(
         &self,
         cuda: &Cuda<'_>,

@@ -61,7 +61,7 @@ impl PagedKeysValues<'_> {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, or the driver refuses.
+    /// If lengths or dtypes do not fit, or the driver refuses the work.
     pub fn write<'x>(
         &self,
         cuda: &Cuda<'_>,
@@ -109,7 +109,7 @@ impl PagedKeysValues<'_> {
     /// # Errors
     ///
     /// If sizes, lengths or dtypes do not fit, the device has no memory left, or the driver
-    /// refuses.
+    /// refuses the work.
     pub fn attend<'x>(
         &self,
         cuda: &Cuda<'_>,

@@ -42,7 +42,7 @@ impl Rotary<'_> {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, or the driver refuses.
+    /// If lengths or dtypes do not fit, or the driver refuses the work.
     pub fn rotate<'x>(
         &self,
         cuda: &Cuda<'_>,

@@ -11,7 +11,7 @@ use mpmd_layout::aval::DType;
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn softmax<'x>(
     cuda: &Cuda<'_>,
     shape: MatrixShape,
@@ -37,7 +37,7 @@ pub fn softmax<'x>(
 ///
 /// # Errors
 ///
-/// If lengths or dtypes do not fit, or the driver refuses.
+/// If lengths or dtypes do not fit, or the driver refuses the work.
 pub fn softmax_backward<'x>(
     cuda: &Cuda<'_>,
     shape: MatrixShape,
@@ -82,7 +82,8 @@ impl CudaCrossEntropy<'_> {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
+    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses
+    /// the work.
     pub fn forward<'x>(
         &self,
         cuda: &Cuda<'_>,
@@ -127,7 +128,7 @@ impl CudaCrossEntropy<'_> {
     ///
     /// # Errors
     ///
-    /// If lengths or dtypes do not fit, or the driver refuses.
+    /// If lengths or dtypes do not fit, or the driver refuses the work.
     pub fn backward<'x>(
         &self,
         cuda: &Cuda<'_>,
