@@ -81,8 +81,8 @@ pub struct PieceDelivery {
     pub region: Region,
     /// The device or process that the region is taken from.
     pub from: DeliveryOrigin,
-    /// The device that holds the region in its shard of the source array. `None` if the sending
-    /// process has no such shard and passes on the region alone, as it received it.
+    /// The device whose shard of the source array contains the region. `None` if the sending
+    /// process has no such shard: it received the region and only passes it on.
     pub giver: Option<DeviceId>,
     /// The devices of this process that need the region in the destination array.
     pub targets: Vec<DeviceId>,

@@ -73,7 +73,7 @@ pub enum ShardingError {
         /// The sharding as text.
         sharding: String,
     },
-    /// The mesh does not have an axis that was to be unreduced.
+    /// The mesh lacks an axis that was given as unreduced.
     #[error("axis `{axis}` cannot be unreduced: the mesh is {mesh}")]
     UnreducedUnknownAxis {
         /// The axis that the mesh lacks.
@@ -91,7 +91,7 @@ pub enum ShardingError {
     /// summand.
     #[error("axis `{axis}` cannot be unreduced: {spec} divides dimension {dim} over it")]
     UnreducedDivides {
-        /// The axis that was to be unreduced.
+        /// The axis that was given as unreduced.
         axis: String,
         /// The dimension that the axis divides.
         dim: usize,
@@ -101,13 +101,13 @@ pub enum ShardingError {
     /// A list of chunk placements is empty.
     #[error("the chunks of dimension {dim} are placed nowhere")]
     NoPlacements {
-        /// The dimension to be cut, as it was given: from the end if negative.
+        /// The dimension that the chunks divide, as given; a negative number counts from the end.
         dim: isize,
     },
     /// A device is given two chunks.
     #[error("chunks {first} and {second} of dimension {dim} are both placed on device {device}")]
     PlacedTwice {
-        /// The dimension to be cut, as it was given: from the end if negative.
+        /// The dimension that the chunks divide, as given; a negative number counts from the end.
         dim: isize,
         /// The device with two chunks.
         device: DeviceId,
@@ -116,10 +116,10 @@ pub enum ShardingError {
         /// The index of the second chunk placed on the device.
         second: usize,
     },
-    /// The array does not have the dimension that should be cut into chunks.
+    /// The array lacks the dimension that the chunks divide.
     #[error("chunks of dimension {dim}: shape {shape:?} has {}", dims(.shape))]
     DimOutOfRange {
-        /// The dimension to be cut, as it was given: from the end if negative.
+        /// The dimension that the chunks divide, as given; a negative number counts from the end.
         dim: isize,
         /// The array's shape.
         shape: Vec<usize>,
@@ -195,10 +195,10 @@ pub enum ShardingError {
         /// The array's shape.
         shape: Vec<usize>,
     },
-    /// No shard holds a part of the array.
+    /// Some elements of the array are in no shard.
     #[error("no device has {region} of shape {shape:?}; there are {shards} shards")]
     Gap {
-        /// A region without a holder. There may be others.
+        /// A region that no shard contains. There may be others.
         region: Region,
         /// The array's shape.
         shape: Vec<usize>,
@@ -237,7 +237,8 @@ pub enum ShardingError {
     },
 }
 
-/// Returns the advice to pad a dimension, if there is such a size.
+/// Returns the advice to pad a dimension of `size` indices, or an empty string if the padded size
+/// overflows.
 fn padding(size: usize, parts: usize) -> String {
     let padded = size.checked_next_multiple_of(parts);
     padded.map_or(String::new(), |padded| format!("pad it to {padded}, or "))

@@ -15,7 +15,7 @@ pub enum RulesError {
     /// There are no leaves to shard.
     #[error("there is no leaf to shard")]
     NoLeaves,
-    /// A pattern starts with a slash. Names never do, so the pattern is a mistake.
+    /// A pattern starts with a slash. Names of leaves never do, so the pattern would match nothing.
     #[error("rule {rule}: pattern {pattern:?} starts with `/`, but names of leaves do not")]
     PatternStartsWithSlash {
         /// The rule's index in the strategy, from 0.
@@ -69,7 +69,7 @@ pub enum RulesError {
         /// The problem with the tactic, and its position.
         source: Box<ParseError>,
     },
-    /// No op of that name is registered.
+    /// A tactic calls an op that is not registered.
     #[error("rule {rule}, pattern {pattern:?}: there is no op `{op}`; known are \
         {}", known.join(", "))]
     UnknownOp {
@@ -77,7 +77,7 @@ pub enum RulesError {
         rule: usize,
         /// The rule's pattern.
         pattern: String,
-        /// The name that no op has.
+        /// The name of the missing op.
         op: String,
         /// The registered names, sorted.
         known: Vec<String>,
@@ -139,13 +139,13 @@ pub enum RulesError {
         /// Number of leaves in all.
         leaves: usize,
     },
-    /// An op of that name is registered already.
+    /// The registry already has an op of that name.
     #[error("there is an op `{name}` already; `replace` replaces it")]
     NameTaken {
-        /// The name in use.
+        /// The name that is registered already.
         name: String,
     },
-    /// The name does not fit the notation of tactics.
+    /// The name of an op is no identifier, nor several identifiers joined by dots.
     #[error("{name:?} cannot be an op's name: names are identifiers, or several joined by dots")]
     BadName {
         /// The refused name.
@@ -180,7 +180,7 @@ pub struct OpFailed {
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpError {
-    /// The dimension is divided already.
+    /// The dimension is divided already, by an earlier op.
     #[error("dimension {dim} is divided over {by} already")]
     AlreadySharded {
         /// The dimension, from 0.
@@ -188,7 +188,7 @@ pub enum OpError {
         /// The axes that divide the dimension.
         by: SpecEntry,
     },
-    /// The leaf should be whole but is divided.
+    /// The leaf is divided, but `replicate` needs a leaf that is whole.
     #[error("inconsistent: the leaf is divided already, so it cannot be replicated")]
     NotWhole,
     /// The leaf has no such dimension.
@@ -197,7 +197,7 @@ pub enum OpError {
          dimensions"
     )]
     DimOutOfRange {
-        /// The requested dimension; negative from the end.
+        /// The requested dimension; a negative number counts from the end.
         dim: i64,
         /// Number of dimensions of the leaf.
         ndim: usize,
@@ -245,34 +245,34 @@ pub enum OpError {
         /// Number of dimensions of the leaf.
         ndim: usize,
     },
-    /// An op of a user refuses the leaf, with this message.
+    /// A user's op refuses the leaf, with this message.
     #[error("{0}")]
     Refused(String),
 }
 
-/// A tactic that cannot be read.
+/// The error that a tactic cannot be parsed.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("tactic {text:?}, column {column}: expected {expected}, found {found}")]
 #[non_exhaustive]
 pub struct ParseError {
     /// The whole tactic.
     pub text: String,
-    /// The place of the error, in characters from 1.
+    /// The position of the error in the tactic, in characters from 1.
     pub column: usize,
-    /// The text or kind of text that is allowed at that column.
+    /// The text or kind of text that the parser expects at that column.
     pub expected: String,
     /// The text found at that column, or "the end".
     pub found: String,
     pub(super) kind: ErrorKind,
 }
 
-/// The error of an op that is called with wrong arguments. The message continues the op's name:
-/// "has no argument `dim`".
+/// The error of an op that is called with wrong arguments. The text is a predicate to the op's
+/// name, for example "has no argument `dim`".
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct ArgumentError(pub String);
 
-/// The class of an error, named like the Python exception of the original.
+/// The class of an error, named like the exception that the Python original raises.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -316,7 +316,7 @@ impl RulesError {
 }
 
 impl ErrorKind {
-    /// Returns the name of the class, for example `ValueError`.
+    /// Returns the name of the Python exception, for example `ValueError`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Value => "ValueError",
@@ -340,8 +340,8 @@ impl OpError {
 }
 
 impl ParseError {
-    /// Returns [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see
-    /// [`OpCall::parse_tactic`](super::OpCall::parse_tactic).
+    /// Returns [`ErrorKind::Syntax`] or [`ErrorKind::Value`], as
+    /// [`OpCall::parse_tactic`](super::OpCall::parse_tactic) describes.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
