@@ -37,7 +37,7 @@ pub(super) struct RegionSpread<'a> {
     a: u32,
     b: u32,
     region: Region,
-    /// Index of `b` among the destination tiles that touch `a`. The holders of `a` take turns by it.
+    /// Index of `b` among the destination tiles that touch `a`. Holders of `a` take turns by it.
     turn: usize,
     /// Index of `a` among the source tiles that touch `b`. The devices and processes that receive
     /// `b` for others take turns by it.
