@@ -212,7 +212,7 @@ pub enum FlowError {
         place: usize,
         /// The step, as in torch's text format.
         step: String,
-        /// The reason.
+        /// The reason that the step is invalid.
         problem: StepProblem,
     },
 }

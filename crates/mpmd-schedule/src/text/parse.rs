@@ -35,7 +35,7 @@ pub struct CellFault {
     pub byte: usize,
     /// The text of the cell; only its beginning if it is long.
     pub cell: String,
-    /// The reason.
+    /// The reason that the cell or line is invalid.
     pub problem: CellProblem,
 }
 
