@@ -124,7 +124,7 @@ pub enum LaunchError {
         awaited: String,
         /// Time from the start to the deadline.
         after: Duration,
-        /// The ends of the test's processes, by number.
+        /// Exit status and output of each of the test's processes, by number.
         ends: Vec<ProcessEnd>,
     },
     /// A process of a test has ended without printing an awaited text.
@@ -134,7 +134,7 @@ pub enum LaunchError {
     NotPrinted {
         /// The awaited text.
         text: String,
-        /// The end of the process.
+        /// Exit status and output of the process.
         end: ProcessEnd,
     },
     /// The processes of a test have ended, but other processes that they started are still alive.
@@ -145,7 +145,7 @@ pub enum LaunchError {
     LeftBehind {
         /// The pids of the processes that are still alive.
         pids: Vec<u32>,
-        /// The ends of the test's processes, by number.
+        /// Exit status and output of each of the test's processes, by number.
         ends: Vec<ProcessEnd>,
     },
     /// A test names a process that it has not started. The caller is at fault.

@@ -8,7 +8,7 @@ use crate::job_failure::ExitKind;
 /// Number of lines at the end of each output stream that a message shows.
 const LAST_LINES: usize = 20;
 
-/// The end of a process, with its whole output.
+/// The exit status and the whole output of a process that has ended.
 ///
 /// `Display` and `Debug` show the exit status and the last 20 lines of each output stream.
 #[derive(Clone, Eq, PartialEq)]

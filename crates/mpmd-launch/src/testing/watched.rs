@@ -15,7 +15,7 @@ use super::{END_WITHIN, POLL_INTERVAL, ProcessEnd};
 use crate::process_end::write_report;
 use crate::{ExitKind, LaunchError};
 
-/// The end of a process, and the time at which the test noticed it.
+/// The exit status of a process that has ended, and the time at which the test noticed it.
 #[derive(Clone, Copy)]
 struct NoticedEnd {
     how: ExitKind,

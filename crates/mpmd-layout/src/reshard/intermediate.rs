@@ -59,7 +59,7 @@ pub enum WhyNoIntermediate {
     /// The source is not divided into more parts than the target.
     #[error("the source is not divided into more parts than the target")]
     SourceNotLarger,
-    /// The total number of parts of the source is no multiple of that of the target.
+    /// The total number of parts of the source is no multiple of the target's total.
     #[error("the number of parts of the source is no multiple of that of the target")]
     TotalNotDivisible,
     /// No dimension that the source divides more than the target is divided over exactly one axis,
@@ -159,7 +159,7 @@ impl AxisCuts<'_> {
     }
 
     /// Returns the intermediate sharding with as many parts in each replica as the target has, as
-    /// far as the sizes of the cut axes allow. Returns `None` if it equals that of
+    /// far as the sizes of the cut axes allow. Returns `None` if it equals the result of
     /// [`whole`](Self::whole) or cuts no axis.
     pub(super) fn split(&self) -> Option<Intermediate> {
         let cut: usize = self.cuts.iter().map(|cut| cut.parts).product();

@@ -100,7 +100,7 @@ pub(super) fn layout(
 
 /// Two shards that overlap.
 struct ShardOverlap {
-    /// Index of the earlier shard in the list of shards; `second` is that of the later one.
+    /// Index of the earlier shard in the list of shards; `second` is the index of the later one.
     first: usize,
     second: usize,
     /// The intersection of the regions of both shards.

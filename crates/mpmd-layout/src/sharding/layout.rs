@@ -28,8 +28,9 @@ pub struct Layout {
 
 impl Layout {
     /// Creates a layout in which `devices[i]` holds `regions[i]`. `fully_replicated` is true if the
-    /// sharding divides no dimension. The regions alone cannot tell: those of an empty array may
-    /// all be equal. The regions of two devices must be equal or disjoint, which is not checked.
+    /// sharding divides no dimension. The regions alone cannot tell, because all regions of an
+    /// empty array may be equal. The regions of two devices must be equal or disjoint, which is not
+    /// checked.
     ///
     /// # Panics
     ///

@@ -92,8 +92,8 @@ impl LinkSpeeds {
     }
 }
 
-/// Rounded costs of a common machine with a network of 10 Gbit/s. On many machines the plans that
-/// result differ little from those of measured costs.
+/// Rounded costs of a common machine with a network of 10 Gbit/s. The costs of other machines often
+/// lead to similar plans.
 impl Default for LinkSpeeds {
     fn default() -> Self {
         Self {

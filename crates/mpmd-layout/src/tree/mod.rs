@@ -112,7 +112,7 @@ pub trait Tree: Sized {
 
     /// Applies `f` to every leaf, in order, and returns the tree of the results.
     ///
-    /// `Option` and arrays have their own `map`, which takes precedence. For those write
+    /// `Option` and arrays have their own `map`, which takes precedence. For these types, write
     /// `Tree::map(x, f)`.
     fn map<M: Leaf>(self, f: &mut dyn FnMut(Self::Leaf) -> M) -> Self::With<M> {
         let Ok(tree) = self.try_map::<M, Infallible>(&mut |leaf| Ok(f(leaf)));

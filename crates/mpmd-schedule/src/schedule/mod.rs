@@ -106,8 +106,8 @@ impl Schedule {
     ///
     /// # Errors
     ///
-    /// If an action is missing or appears twice, if a stage is on two ranks, or if the ranks wait
-    /// for each other in a cycle.
+    /// If an action is missing or appears twice, or if a stage is on two ranks. Also if the ranks
+    /// wait for each other in a cycle.
     pub fn new(name: impl Into<String>, rows: Vec<Vec<Action>>) -> Result<Self, ScheduleError> {
         let overlaps = vec![Vec::new(); rows.len()];
         Self::with_overlaps(name, rows, overlaps)
@@ -187,9 +187,9 @@ impl Schedule {
         Builtin::GPipe.schedule(ranks, microbatches, 1)
     }
 
-    /// Creates a 1F1B schedule for `m` microbatches. Rank `r` of `p` warms up with `min(m, p - 1 -
-    /// r)` forward passes, alternates forward and backward passes, and ends with the remaining
-    /// backward passes. Fewer microbatches than ranks are allowed.
+    /// Creates a 1F1B schedule for `m` microbatches. Rank `r` of `p` warms up with
+    /// `min(m, p - 1 - r)` forward passes. Then it alternates forward and backward passes, and ends
+    /// with the remaining backward passes. Fewer microbatches than ranks are allowed.
     ///
     /// # Errors
     ///

@@ -104,11 +104,9 @@ impl ScheduleText {
     /// Parses a schedule in torch's text format. If `flavour` is `None`, the dialect is detected:
     /// `compute_comms` if the text has a send, receive, gather or release, else `compute_only`.
     ///
-    /// Lines end as in Python's `csv` module: with `\r
-    /// `, `
-    /// ` or `\r`. Spaces around cells and quotes around a whole cell are ignored, as in torch. Any
-    /// other deviation from the format is an error, whereas torch sometimes reads a part of a cell
-    /// and drops the rest.
+    /// Lines end as in Python's `csv` module: with `\r\n`, `\n` or `\r`. Spaces around cells and
+    /// quotes around a whole cell are ignored, as in torch. Any other deviation from the format is
+    /// an error, whereas torch sometimes reads a part of a cell and drops the rest.
     ///
     /// # Errors
     ///

@@ -255,8 +255,8 @@ fn followed_parameters(
 /// Infers the sharding over `mesh` of each leaf of a tree, by `strategy`. Returns a tree of
 /// shardings. The leaves' names are their paths (`blocks/3/w`).
 ///
-/// The leaves are shapes and dtypes. Convert a tree of arrays by `arrays.map_ref(&mut |array|
-/// array.aval().clone())`.
+/// The leaves are shapes and dtypes. Convert a tree of arrays by
+/// `arrays.map_ref(&mut |array| array.aval().clone())`.
 ///
 /// # Errors
 ///
