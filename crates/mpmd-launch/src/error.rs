@@ -20,7 +20,7 @@ pub enum LaunchError {
     HalfSet {
         /// The launcher to which the variables belong.
         source_name: &'static str,
-        /// The missing variable.
+        /// Name of the missing variable.
         missing: String,
         /// Every variable that was read, with its value.
         found: String,
@@ -99,7 +99,7 @@ pub enum LaunchError {
     /// The launcher ended before this process began. The environment is at fault.
     #[error("the launcher of this process (pid {launcher}) is gone")]
     Orphaned {
-        /// The launcher's pid.
+        /// Pid of the launcher that ended.
         launcher: String,
     },
     /// A job needs at least one process. The caller is at fault.
@@ -132,7 +132,7 @@ pub enum LaunchError {
         "{} ended without printing {text:?}; look for the cause in its output\n{end}", .end.name
     )]
     NotPrinted {
-        /// The awaited text.
+        /// The text that the test waited for.
         text: String,
         /// Exit status and output of the process.
         end: ProcessEnd,
@@ -153,7 +153,7 @@ pub enum LaunchError {
     NoSuchProcess {
         /// The number of the missing process.
         process: usize,
-        /// Number of started processes.
+        /// Number of processes that the test has started.
         processes: usize,
     },
     /// The rendezvous service could not be started.
@@ -162,7 +162,7 @@ pub enum LaunchError {
     /// A system call of this machine failed. The environment is at fault.
     #[error("{doing} failed: {why}")]
     Environment {
-        /// The action that failed.
+        /// Description of the action that failed.
         doing: String,
         /// The system's error message.
         why: String,

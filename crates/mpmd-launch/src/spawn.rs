@@ -20,9 +20,8 @@ use super::{JobEnv, LaunchError, variables};
 ///
 /// The launcher runs the job's rendezvous service. `MPMD_*` variables tell each process the address
 /// of the service, see [`variables`]. Each process has its own process group, and its standard
-/// input is empty.
-/// Unless the user has set them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set, so that UCX
-/// leaves faults to the program.
+/// input is empty. Unless the user has set `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS`, they are
+/// set so that UCX leaves faults to the program.
 #[derive(Clone, Debug)]
 #[must_use = "nothing starts before `run`"]
 pub struct Launch {

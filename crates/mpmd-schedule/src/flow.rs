@@ -19,11 +19,11 @@ pub struct Flow {
     /// The process of each lane, indexed by lane. A lane is a device, or a rank of a schedule. Each
     /// lane runs its nodes one at a time, in the order of their numbers.
     pub lanes: Vec<u32>,
-    /// Number of processes.
+    /// Number of processes of the job.
     pub processes: u32,
     /// All nodes in one global order: each node comes after the nodes that it needs.
     pub nodes: Vec<Node>,
-    /// All transfers.
+    /// All transfers between processes.
     pub transfers: Vec<Transfer>,
     /// Lists of needed nodes, one list after the other; [`Node::needs`] is the range of a node's
     /// list.
@@ -35,7 +35,7 @@ pub struct Flow {
     pub posts: Vec<Vec<Post>>,
 }
 
-/// A computation.
+/// A node of a [`Flow`]: one computation on a lane.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Node {
     /// Index in [`Flow::lanes`] of the lane that computes the node.
@@ -60,7 +60,7 @@ pub struct Transfer {
     /// The number of the node that computes the data. `u32::MAX` if the data exist from the
     /// beginning.
     pub after: u32,
-    /// Size in bytes.
+    /// Size of the transfer in bytes.
     pub bytes: u64,
     /// A tag chosen by the creator of the flow.
     pub tag: u32,
@@ -206,7 +206,7 @@ pub enum FlowError {
     /// A step cannot be on its rank, or at its position.
     #[error("rank {rank}, step {place}: {step} {problem}")]
     Step {
-        /// The rank.
+        /// The rank whose row has the step.
         rank: usize,
         /// Position of the step in the rank's row, from 0.
         place: usize,

@@ -58,9 +58,9 @@ pub enum AvalError {
     DType {
         /// The line of the program that reads the elements.
         at: &'static Location<'static>,
-        /// The array's dtype.
+        /// The dtype of the array.
         expected: DType,
-        /// The requested dtype.
+        /// The dtype with which the elements are read or given.
         found: DType,
     },
     /// Some bytes are not valid values of the dtype (a bool that is neither 0 nor 1).

@@ -38,7 +38,7 @@ pub struct NoIntermediate {
     pub dst: Sharding,
 }
 
-/// The reasons of [`NoIntermediate`].
+/// The reasons that two shardings have no intermediate sharding.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WhyNoIntermediate {
@@ -264,7 +264,7 @@ pub(super) fn find_cuts<'a>(
 #[derive(Clone)]
 struct AxisCut {
     axis: String,
-    /// The axis' size.
+    /// Size of the axis that is cut.
     parts: usize,
     /// The size of the split axis.
     split: usize,

@@ -103,7 +103,7 @@ pub enum DeliveryOrigin {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Summary {
-    /// Number of pieces.
+    /// Number of pieces of the plan.
     pub pieces: usize,
     /// Bytes over each class of links, indexed in the order of [`LinkClass::ALL`].
     pub bytes: [u64; 4],
@@ -122,9 +122,9 @@ pub enum ReshardError {
     /// The source and destination layouts have different shapes.
     #[error("an array of shape {found:?} does not become one of shape {expected:?} by moving it")]
     Shape {
-        /// The destination's shape.
+        /// Shape of the destination layout.
         expected: Vec<usize>,
-        /// The source's shape.
+        /// Shape of the source layout.
         found: Vec<usize>,
     },
     /// A layout has a device that the job does not have.

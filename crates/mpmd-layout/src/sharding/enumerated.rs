@@ -98,7 +98,7 @@ pub(super) fn layout(
     Ok(Layout::new(shape, devices, regions, shards.len() == 1))
 }
 
-/// Two shards that overlap.
+/// Two shards that overlap, and their intersection.
 struct ShardOverlap {
     /// Index of the earlier shard in the list of shards; `second` is the index of the later one.
     first: usize,

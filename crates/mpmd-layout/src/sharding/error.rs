@@ -12,13 +12,13 @@ pub enum ShardingError {
     /// The spec names an axis that the mesh does not have.
     #[error("{spec}: dimension {dim} is divided over axis `{axis}`, but the mesh is {mesh}")]
     UnknownAxis {
-        /// The divided dimension.
+        /// Index of the dimension that the unknown axis divides.
         dim: usize,
         /// The unknown axis.
         axis: String,
-        /// The spec.
+        /// The spec that names the axis.
         spec: Spec,
-        /// The mesh.
+        /// The mesh that lacks the axis.
         mesh: Mesh,
     },
     /// The spec uses an axis more than once.
@@ -30,14 +30,14 @@ pub enum ShardingError {
         first: usize,
         /// The dimension that the axis divides again; may be the same.
         second: usize,
-        /// The spec.
+        /// The spec that uses the axis twice.
         spec: Spec,
     },
     /// The spec has more entries than the array has dimensions.
     #[error("{spec} has {} entries, but shape {shape:?} has {} \
         dimensions", spec.entries().len(), shape.len())]
     SpecTooLong {
-        /// The spec.
+        /// The spec that is too long.
         spec: Spec,
         /// The array's shape.
         shape: Vec<usize>,
@@ -54,7 +54,7 @@ pub enum ShardingError {
         parts: usize,
         /// The array's shape.
         shape: Vec<usize>,
-        /// The spec.
+        /// The spec that divides the dimension.
         spec: Spec,
     },
     /// The job has no such device.
@@ -78,7 +78,7 @@ pub enum ShardingError {
     UnreducedUnknownAxis {
         /// The axis that the mesh lacks.
         axis: String,
-        /// The mesh.
+        /// The mesh that lacks the axis.
         mesh: Mesh,
     },
     /// An axis is given twice in a list of unreduced axes.
@@ -95,7 +95,7 @@ pub enum ShardingError {
         axis: String,
         /// The dimension that the axis divides.
         dim: usize,
-        /// The spec.
+        /// The sharding's spec, which divides the dimension.
         spec: Spec,
     },
     /// A list of chunk placements is empty.
@@ -202,7 +202,7 @@ pub enum ShardingError {
         region: Region,
         /// The array's shape.
         shape: Vec<usize>,
-        /// Number of shards.
+        /// Number of shards in the list.
         shards: usize,
     },
     /// A rank is given two chunks.

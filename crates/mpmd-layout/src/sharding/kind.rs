@@ -18,7 +18,7 @@ const SHARDS_SHOWN: usize = 8;
 pub(super) enum ShardingKind {
     /// Dimensions divided over the axes of a mesh.
     Named {
-        /// The mesh.
+        /// The mesh over which the array is divided.
         mesh: Mesh,
         /// The mesh axes that divide each dimension.
         spec: Spec,

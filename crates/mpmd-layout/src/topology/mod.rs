@@ -90,7 +90,7 @@ pub enum MeshError {
     HostCount {
         /// Number of processes in the job.
         processes: usize,
-        /// Number of hosts given.
+        /// Length of the given list of hosts.
         found: usize,
     },
     /// The number of device kinds given is neither one nor the number of processes.
@@ -100,7 +100,7 @@ pub enum MeshError {
     KindCount {
         /// Number of processes in the job.
         processes: usize,
-        /// Number of kinds given.
+        /// Number of device kinds given.
         found: usize,
     },
     /// An axis size is negative but not -1, two sizes are -1, or the other sizes do not divide the
@@ -114,7 +114,7 @@ pub enum MeshError {
         axis: String,
         /// The axes and their sizes as text: `{x:-1, y:2}`.
         mesh: String,
-        /// Number of devices.
+        /// Number of devices given for the mesh.
         devices: usize,
     },
     /// The sizes of the axes do not multiply to the number of devices.
@@ -130,7 +130,7 @@ pub enum MeshError {
     /// Two axes have the same name.
     #[error("axis `{axis}` is named twice in {mesh}")]
     DuplicateAxis {
-        /// The repeated name.
+        /// Name of the axis that is repeated.
         axis: String,
         /// The axes and their sizes as text: `{x:2, y:2}`.
         mesh: String,
@@ -148,7 +148,7 @@ pub enum MeshError {
     /// The mesh has no axis with the requested name.
     #[error("there is no axis `{axis}` in {mesh}")]
     UnknownAxis {
-        /// The requested name.
+        /// Name of the requested axis.
         axis: String,
         /// The mesh that was searched, as text.
         mesh: String,
@@ -158,7 +158,7 @@ pub enum MeshError {
     Range {
         /// The axis's name.
         axis: String,
-        /// The first requested index.
+        /// First index of the requested range.
         start: usize,
         /// One past the last requested index.
         end: usize,

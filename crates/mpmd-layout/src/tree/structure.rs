@@ -11,11 +11,11 @@ use super::{Name, Path, Tree, TreeError};
 /// a vector of two. Clones share their branches, and comparing them takes no time.
 #[derive(Clone, Debug, Eq)]
 pub enum Structure {
-    /// A leaf.
+    /// The tree is a leaf.
     Leaf,
-    /// An option that is `None`: no leaves.
+    /// The tree is an option that is `None`: it has no leaves.
     Absent,
-    /// The branches as (name, structure), in order; possibly none.
+    /// The (name, structure) of each branch of the tree, in order; possibly none.
     Node(Arc<[(Name, Structure)]>),
 }
 

@@ -54,7 +54,7 @@ pub enum OpKind {
 /// One device's part of a result.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct ResultShard {
-    /// Id of the device.
+    /// Id of the device that holds the shard.
     pub device: u32,
     /// Size of the shard in bytes.
     pub bytes: u64,

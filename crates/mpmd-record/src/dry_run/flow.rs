@@ -28,13 +28,13 @@ pub struct DryRunFlow {
 pub enum Computed {
     /// A device's part of an operation: it runs a kernel or fills its shard of an array.
     Run {
-        /// Number of the operation.
+        /// Number of the operation that the device runs.
         operation: u64,
     },
     /// A device reaches a kernel with collectives, and its data for the collectives is ready. Takes
     /// no time.
     Arrive {
-        /// Number of the operation.
+        /// Number of the operation with the collectives.
         operation: u64,
     },
     /// Data from several nodes or transfers is ready to be sent together. Takes no time.
@@ -45,7 +45,7 @@ pub enum Computed {
     /// The program of a process sends or receives a value by
     /// `Program::broadcast_value`. Takes no time.
     BroadcastValue {
-        /// Number of the operation.
+        /// Number of the `broadcast_value` operation.
         operation: u64,
     },
     /// The program of a process waits for an array. Takes no time.

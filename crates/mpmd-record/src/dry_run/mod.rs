@@ -43,7 +43,7 @@ pub const VERSION: u32 = 1;
 pub struct DryRun {
     /// The format version, [`VERSION`].
     pub version: u32,
-    /// The number of processes.
+    /// Number of processes in the job.
     pub processes: u32,
     /// The owner process of each device, indexed by device id.
     pub devices: Vec<u32>,
@@ -82,7 +82,7 @@ pub enum DryRunEnd {
     Steady,
     /// The requested number of steps has been run.
     Steps,
-    /// The program finished.
+    /// The program ended by itself.
     Finished,
 }
 
@@ -216,7 +216,7 @@ pub enum DryRunFault {
     /// The file refers to a device that does not exist.
     #[error("there is no device {device} among {devices}")]
     NoDevice {
-        /// Number of the device.
+        /// The device id in the file that does not exist.
         device: u32,
         /// Number of devices in the dry run.
         devices: usize,
@@ -224,7 +224,7 @@ pub enum DryRunFault {
     /// The file refers to a process that does not exist.
     #[error("there is no process {process} among {processes}")]
     NoProcess {
-        /// Number of the process.
+        /// The process number in the file that does not exist.
         process: u32,
         /// Number of processes in the dry run.
         processes: u32,
@@ -232,7 +232,7 @@ pub enum DryRunFault {
     /// An operation uses an array that no earlier operation returns.
     #[error("{array} is not made before it is used")]
     NotMade {
-        /// The array.
+        /// The array that no earlier operation returns.
         array: Array,
     },
     /// An operation refers to a descriptor that does not exist.
@@ -250,15 +250,15 @@ pub enum DryRunFault {
     /// An operation or read refers to a source line that does not exist.
     #[error("there is no line {line}")]
     NoLine {
-        /// The missing index.
+        /// The index, which is past the end of [`DryRun::lines`].
         line: u32,
     },
     /// The numbers of hashes and of operations differ.
     #[error("it has {hashes} hashes for {operations} operations")]
     HashCount {
-        /// Number of hashes.
+        /// Number of hashes in the file.
         hashes: usize,
-        /// Number of operations.
+        /// Number of operations in the file.
         operations: u64,
     },
     /// The steps in the file do not end in ascending order.

@@ -11,7 +11,7 @@ use crate::flow::Flow;
 /// The error that a flow deadlocks over a channel.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Deadlock {
-    /// The channel.
+    /// The channel over which the flow deadlocks.
     pub channel: Channel,
     /// The cycle of waits: each item waits for the next, the last one for the first. Empty if a
     /// send or receive is missing.

@@ -32,11 +32,11 @@ use super::flow::Flow;
 /// delays.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Proof {
-    /// The channel.
+    /// The channel over which the flow ends.
     pub channel: Channel,
     /// The number of computed nodes.
     pub nodes: usize,
-    /// The number of transfers.
+    /// The number of completed transfers.
     pub transfers: usize,
 }
 

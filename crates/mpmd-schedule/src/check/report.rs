@@ -40,7 +40,7 @@ pub struct LinkTraffic {
     pub from: u32,
     /// The receiving rank.
     pub to: u32,
-    /// The number of transfers.
+    /// The number of transfers from `from` to `to`.
     pub transfers: u64,
     /// The sum of the transfers' bytes; 0 without costs.
     pub bytes: u64,
@@ -64,7 +64,7 @@ pub enum Problem {
     More(usize),
     /// A rank exceeds the memory budget.
     Budget {
-        /// The rank.
+        /// The rank that exceeds the budget.
         rank: usize,
         /// The peak of the rank's memory, in the unit of the budget.
         peak: u64,

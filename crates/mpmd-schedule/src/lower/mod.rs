@@ -250,7 +250,7 @@ struct MadePasses {
 /// A pass of another stage that an action needs.
 struct NeededPass {
     stage: usize,
-    /// `FORWARD` or `INPUT`.
+    /// The kind of pass, as a bit of [`MadePasses::done`]: `FORWARD` or `INPUT`.
     bit: u8,
 }
 

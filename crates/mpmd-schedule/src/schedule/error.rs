@@ -66,7 +66,7 @@ pub enum ScheduleError {
     /// The search for an order by cost had invalid input, or found no order.
     #[error("no order by cost: {problem}")]
     Search {
-        /// The reason.
+        /// The invalid input, or the reason that no order was found.
         problem: String,
     },
 }

@@ -48,9 +48,9 @@ pub enum ScheduleFault {
     /// A gradient is computed twice: by a `B`, and by an `I` or a `W`.
     #[error("{both} already computes {part}")]
     Both {
-        /// The `B`.
+        /// The `B`, which computes both gradients.
         both: Action,
-        /// The `I` or `W`.
+        /// The `I` or `W`, which computes one of the gradients again.
         part: Action,
     },
     /// On one rank, an action comes before an action that it needs.
@@ -59,7 +59,7 @@ pub enum ScheduleFault {
         action.action, action.place, needs.action, needs.place
     )]
     Order {
-        /// The rank.
+        /// The rank whose row is in the wrong order.
         rank: usize,
         /// The action that comes too early.
         action: PlacedAction,
@@ -78,7 +78,7 @@ pub enum ScheduleFault {
         stages: usize,
         /// The highest microbatch, plus one.
         microbatches: usize,
-        /// The number of actions.
+        /// The number of actions in the rows.
         actions: usize,
     },
 }
@@ -86,7 +86,7 @@ pub enum ScheduleFault {
 /// The position of an action in the rows of a schedule.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct RowPlace {
-    /// The rank.
+    /// The rank that has the action in its row.
     pub rank: usize,
     /// The index in the rank's row.
     pub place: usize,
@@ -95,7 +95,7 @@ pub struct RowPlace {
 /// An action, and its index in its rank's row.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PlacedAction {
-    /// The action.
+    /// The action at `place`.
     pub action: Action,
     /// The index in the row.
     pub place: usize,

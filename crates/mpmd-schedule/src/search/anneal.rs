@@ -96,7 +96,7 @@ struct ActionShift {
 }
 
 impl ActionShift {
-    /// Moves the action back.
+    /// Moves the action back to its old position in the row.
     fn undo(self, row: &mut [u32]) {
         let Self { from, to } = self;
         if from < to {

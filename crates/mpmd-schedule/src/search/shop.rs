@@ -34,7 +34,7 @@ pub(super) struct OrderRun {
 /// The parts of an action's id.
 pub(super) struct ActionParts {
     pub(super) stage: usize,
-    /// `FORWARD`, `INPUT` or `WEIGHT`.
+    /// The kind of the action: `FORWARD`, `INPUT` or `WEIGHT`.
     pub(super) kind: u32,
     pub(super) microbatch: usize,
 }

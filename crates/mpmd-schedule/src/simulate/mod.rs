@@ -42,7 +42,7 @@ pub struct TimeSpan {
 /// The result of simulating a flow. All times are in the unit of [`ItemTimes`] and begin at 0.
 #[derive(Clone, Debug)]
 pub struct Simulated {
-    /// The simulated channel.
+    /// The channel over which the flow was simulated.
     pub channel: Channel,
     /// The interval of each node, indexed by its number.
     pub nodes: Vec<TimeSpan>,

@@ -24,7 +24,7 @@ pub enum SimulateError {
     /// A cost is negative, infinite or not a number.
     #[error("the cost {cost} of stage {stage} is not a finite, non-negative time")]
     Cost {
-        /// The stage, from 0.
+        /// The stage with the invalid cost, from 0.
         stage: usize,
         /// The invalid cost.
         cost: f64,

@@ -35,7 +35,7 @@ pub enum Dialect {
 /// One cell of a text.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Cell {
-    /// No operation.
+    /// The cell is empty: the rank does nothing.
     Empty,
     /// One computation, transfer or operation on weights.
     One(Entry),

@@ -86,15 +86,15 @@ pub enum CellProblem {
     /// Both actions of an overlapped pair are forward passes, or neither is.
     #[error("{one} and {other} are not a forward and a backward pass")]
     PairKinds {
-        /// The first action.
+        /// The first action of the pair.
         one: Action,
-        /// The second action.
+        /// The second action of the pair.
         other: Action,
     },
     /// An overlapped pair has more or fewer than two actions.
     #[error("two actions overlap, not {found}")]
     PairLength {
-        /// The number of actions.
+        /// The number of actions in the pair.
         found: usize,
     },
     /// An action has no stage.
@@ -111,7 +111,7 @@ pub enum CellProblem {
     /// Further characters follow an action.
     #[error("`{rest}` stands after the action")]
     Rest {
-        /// The further characters.
+        /// The characters after the action.
         rest: String,
     },
     /// An action for a whole stage has a microbatch.
@@ -133,9 +133,9 @@ pub enum CellProblem {
         file"
     )]
     OldBackward {
-        /// The stage's digits.
+        /// The digits of the stage's number.
         stage: String,
-        /// The microbatch's digits.
+        /// The digits of the microbatch's number.
         microbatch: String,
     },
     /// The kind of an action is unknown.

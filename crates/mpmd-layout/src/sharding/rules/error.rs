@@ -40,7 +40,7 @@ pub enum RulesError {
     #[error("logical names: pattern {pattern:?}{}: {message}", position.map(|at| format!(", \
         position {at}")).unwrap_or_default())]
     BadLogicalPattern {
-        /// The pattern.
+        /// The pattern of logical names.
         pattern: String,
         /// The position of the problem in the pattern, in bytes from 0, or `None` if it is unknown.
         position: Option<usize>,
@@ -89,7 +89,7 @@ pub enum RulesError {
         rule: usize,
         /// The rule's pattern.
         pattern: String,
-        /// The call as written.
+        /// The call of the op, as written in the tactic.
         op: String,
         /// The problem with the arguments.
         message: String,
@@ -108,7 +108,7 @@ pub enum RulesError {
         axis: String,
         /// The op that added the axis, as written.
         op: String,
-        /// The mesh.
+        /// The mesh that lacks the axis.
         mesh: Mesh,
     },
     /// A leaf's final spec uses an axis more than once.
@@ -164,7 +164,7 @@ pub struct OpFailed {
     pub rule: usize,
     /// The rule's pattern.
     pub pattern: String,
-    /// The op as written.
+    /// The op, as written in the tactic.
     pub op: String,
     /// The leaf's name.
     pub leaf: String,
@@ -183,7 +183,7 @@ pub enum OpError {
     /// The dimension is divided already, by an earlier op.
     #[error("dimension {dim} is divided over {by} already")]
     AlreadySharded {
-        /// The dimension, from 0.
+        /// Index of the divided dimension, from 0.
         dim: usize,
         /// The axes that divide the dimension.
         by: SpecEntry,
@@ -207,13 +207,13 @@ pub enum OpError {
     UnknownAxis {
         /// The unknown axis.
         axis: String,
-        /// The mesh.
+        /// The mesh that lacks the axis.
         mesh: Mesh,
     },
     /// An earlier op of the tactic keeps the leaf whole along the axis.
     #[error("it divides over axis `{axis}`, but `{by}` keeps the leaf whole along it")]
     KeptWhole {
-        /// The axis.
+        /// The axis along which the leaf is kept whole.
         axis: String,
         /// The earlier op, as written.
         by: String,
@@ -221,7 +221,7 @@ pub enum OpError {
     /// An earlier op of the tactic divides the leaf over the axis.
     #[error("it keeps the leaf whole along axis `{axis}`, but `{by}` divides over it")]
     DividedBefore {
-        /// The axis.
+        /// The axis over which the leaf is divided.
         axis: String,
         /// The earlier op, as written.
         by: String,
@@ -229,7 +229,7 @@ pub enum OpError {
     /// Two dimensions of the leaf have the same logical name.
     #[error("logical name `{name}` comes twice in {}", names_text(names))]
     DuplicateLogicalName {
-        /// The name.
+        /// The repeated logical name.
         name: String,
         /// The logical names of all dimensions.
         names: Vec<Option<String>>,
@@ -240,7 +240,7 @@ pub enum OpError {
         names_text(names)
     )]
     LogicalNames {
-        /// The logical names.
+        /// The logical names of the leaf's dimensions.
         names: Vec<Option<String>>,
         /// Number of dimensions of the leaf.
         ndim: usize,
@@ -255,7 +255,7 @@ pub enum OpError {
 #[error("tactic {text:?}, column {column}: expected {expected}, found {found}")]
 #[non_exhaustive]
 pub struct ParseError {
-    /// The whole tactic.
+    /// The text of the whole tactic.
     pub text: String,
     /// The position of the error in the tactic, in characters from 1.
     pub column: usize,
@@ -276,17 +276,17 @@ pub struct ArgumentError(pub String);
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// `ValueError`
+    /// An error that is a `ValueError` in Python.
     Value,
-    /// `KeyError`
+    /// An error that is a `KeyError` in Python.
     Key,
-    /// `SyntaxError`
+    /// An error that is a `SyntaxError` in Python.
     Syntax,
-    /// `TypeError`
+    /// An error that is a `TypeError` in Python.
     Type,
-    /// `AssertionError`
+    /// An error that is an `AssertionError` in Python.
     Assertion,
-    /// `DuplicateSpecError`
+    /// An error that is a `DuplicateSpecError` in the Python original.
     DuplicateSpec,
 }
 

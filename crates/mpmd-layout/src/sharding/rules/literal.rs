@@ -11,9 +11,9 @@ const MOST_NESTED: usize = 100;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Literal {
-    /// `None`
+    /// The literal `None`.
     None,
-    /// `True` or `False`
+    /// The literal `True` or `False`.
     Bool(bool),
     /// A whole number that fits 64 bits, also written as `1_000`, `0x3e8`, `0o17`, `0b11`.
     Int(i64),
@@ -21,13 +21,13 @@ pub enum Literal {
     Float(f64),
     /// Text in either kind of quotes.
     Str(String),
-    /// `(a, b)`
+    /// A tuple, written `(a, b)`.
     Tuple(Vec<Literal>),
-    /// `[a, b]`
+    /// A list, written `[a, b]`.
     List(Vec<Literal>),
-    /// `{a, b}`, in the order written.
+    /// A set, written `{a, b}`, with its elements in the order written.
     Set(Vec<Literal>),
-    /// `{a: b}` as (key, value), in the order written.
+    /// A dict, written `{a: b}`, as (key, value) in the order written.
     Dict(Vec<(Literal, Literal)>),
 }
 

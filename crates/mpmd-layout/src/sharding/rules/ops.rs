@@ -47,7 +47,7 @@ pub(super) struct LeafState {
 #[derive(Clone, Debug)]
 pub(super) struct AxisUse {
     pub(super) axis: String,
-    /// The op as written.
+    /// Text of the op, as written in the tactic.
     pub(super) op: String,
 }
 

@@ -76,7 +76,7 @@ pub(super) struct StrategyRule {
 /// One op of a tactic.
 #[derive(Clone)]
 pub(super) struct TacticOp {
-    /// The op as written.
+    /// Text of the op, as written in the tactic.
     pub(super) text: String,
     pub(super) op: Arc<dyn ShardingOp>,
 }
