@@ -277,9 +277,9 @@ impl FailedJob<'_> {
         )
     }
 
-    /// Returns the failure of a divergence. The minority is at fault, by the hashes that processes
-    /// reported for the same operation. Without a majority, both processes named in `found` are at
-    /// fault.
+    /// Returns the failure of a divergence. Compares the hashes that processes reported for the
+    /// same operation: the processes in the minority are at fault. Without a majority, both
+    /// processes named in `found` are at fault.
     fn divergence(&self, found: &FailureReport) -> JobFailure {
         let pair = [Some(found.failure.process), found.failure.other]
             .into_iter()

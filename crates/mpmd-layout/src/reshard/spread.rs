@@ -493,7 +493,7 @@ impl<'a> RegionSpread<'a> {
         }
     }
 
-    /// Returns the host with rank `rank` among those that get the region over the network.
+    /// Returns the host with index `rank` among the hosts that get the region over the network.
     fn needing_host(&self, rank: usize) -> &'a HostHolders {
         // Counts the served hosts before it. A binary search works because the number of needing
         // hosts before each served one never decreases.
@@ -510,7 +510,7 @@ impl<'a> RegionSpread<'a> {
         &self.dst.hosts(self.b)[rank + before]
     }
 
-    /// Returns the rank of `host` among the hosts that get the region over the network.
+    /// Returns the index of `host` among the hosts that get the region over the network.
     fn rank(&self, host: u32) -> usize {
         let place = self
             .dst
@@ -525,8 +525,8 @@ impl<'a> RegionSpread<'a> {
         self.src.hosts(self.a).len().min(self.needing)
     }
 
-    /// Returns the rank of the host at which the ring of needing hosts is cut open. It lies next to
-    /// a source, so that the sources of different regions load different links.
+    /// Returns the index of the host at which the ring of needing hosts is cut open: the first one
+    /// after a source. So the sources of different regions load different links.
     fn opening(&self) -> usize {
         let hosts = self.src.hosts(self.a);
         self.rank(hosts[self.turn % hosts.len()].host) % self.needing
@@ -539,7 +539,7 @@ impl<'a> RegionSpread<'a> {
         arc * self.needing / arcs..(arc + 1) * self.needing / arcs
     }
 
-    /// Returns the arc of the needing host with this rank, and its position in the arc.
+    /// Returns the arc of the needing host with index `rank`, and its position in the arc.
     fn place_in_arc(&self, rank: usize) -> ArcPlace {
         let on_ring = (rank + self.needing - self.opening()) % self.needing;
         let arc = ((on_ring + 1) * self.arcs()).div_ceil(self.needing) - 1;

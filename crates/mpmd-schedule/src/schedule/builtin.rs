@@ -40,8 +40,8 @@ pub enum Builtin {
     ZbvZeroBubble,
     /// Stages placed as a V; a rank runs a forward and a backward pass at the same time.
     DualPipeV,
-    /// Inference: forward passes only. Each rank runs one stage after another for each round of as
-    /// many microbatches as there are ranks.
+    /// Inference: forward passes only, in rounds of `p` microbatches on `p` ranks. In each round, a
+    /// rank runs its stages one after the other.
     ForwardOnly,
 }
 
@@ -403,8 +403,8 @@ impl BuiltinSize {
         }
     }
 
-    /// Builds a row of forward passes in rounds of as many microbatches as there are ranks. The
-    /// last round may have fewer. Each round passes through all chunks of the rank.
+    /// Builds a row of forward passes in rounds of `p` microbatches on `p` ranks. The last round
+    /// may have fewer. Each round passes through all chunks of the rank.
     fn forward_only(self, rank: usize, row: &mut RankRow) {
         for first in (0..self.microbatches).step_by(self.ranks) {
             for chunk in 0..self.chunks {
