@@ -48,7 +48,7 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
     })
 }
 
-/// Returns the path of the items that generated code names.
+/// Returns the path of the module whose items the generated code refers to.
 fn private() -> TokenStream {
     quote!(::mpmd::__private)
 }
@@ -76,7 +76,7 @@ fn tree_impl(input: &DeriveInput, leaf: &Ident, parts: &[TreeField]) -> TokenStr
     }
 }
 
-/// Returns the methods of `Tree` that look at a tree.
+/// Returns the methods of `Tree` that read a tree.
 fn reading_methods(leaf_name: &Ident, parts: &[TreeField]) -> TokenStream {
     let tree = private();
     let members: Vec<_> = parts.iter().map(|part| &part.member).collect();
@@ -124,7 +124,7 @@ fn reading_methods(leaf_name: &Ident, parts: &[TreeField]) -> TokenStream {
     }
 }
 
-/// Returns the methods of `Tree` that make a tree from another one, or from leaves.
+/// Returns the methods of `Tree` that build a tree from another tree or from leaves.
 fn mapping_methods(
     input: &DeriveInput,
     leaf_name: &Ident,
@@ -194,7 +194,7 @@ fn prefix_impls(input: &DeriveInput, leaf_name: &Ident) -> TokenStream {
     }
 }
 
-/// A field in the generated code.
+/// A field of the struct that the generated code handles.
 struct TreeField {
     member: Member,
     /// The field's name, or its index in a tuple struct, as it appears in the paths of leaves.

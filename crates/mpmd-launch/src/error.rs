@@ -8,11 +8,11 @@ use mpmd_rendezvous::{RendezvousError, TokenError};
 
 use crate::process_end::ProcessEnd;
 
-/// An error while a job, or this process's part in it, starts.
+/// An error while a job starts, or while this process joins its job.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// Some of a launcher's variables are missing. The environment is at fault.
+    /// Some of a launcher's environment variables are missing. The environment is at fault.
     #[error(
         "this looks like a process of a job started by {source_name}, but {missing} is not set; \
          {found}"
@@ -20,12 +20,12 @@ pub enum LaunchError {
     HalfSet {
         /// The launcher to which the variables belong.
         source_name: &'static str,
-        /// The missing variable.
+        /// Name of the missing variable.
         missing: String,
         /// Every variable that was read, with its value.
         found: String,
     },
-    /// A variable has an invalid value. The environment is at fault.
+    /// An environment variable has an invalid value. The environment is at fault.
     #[error("{variable}={value} makes no sense: it must be {expected}")]
     Variable {
         /// The name of the variable.
@@ -35,31 +35,31 @@ pub enum LaunchError {
         /// A description of valid values.
         expected: String,
     },
-    /// The name of a variable is close to one that the framework reads. The environment is at
-    /// fault.
+    /// The name of an environment variable is close to one that the framework reads. The
+    /// environment is at fault.
     #[error("{0}")]
     UnknownVariable(String),
-    /// The processes ask for different transports. The environment is at fault. Every process of
-    /// the job gets the same error.
+    /// The processes of a job request different transports. The environment is at fault. Every
+    /// process of the job gets the same error.
     #[error(
         "the processes of this job do not agree on a transport: {said}; {variable} must be the \
          same for all"
     )]
     Transports {
-        /// The transport that each process asks for.
+        /// The transport that each process requests, as text.
         said: String,
         /// The variable that sets the transport.
         variable: &'static str,
     },
-    /// A process lacks a requested transport or requested devices. Its environment is at fault.
+    /// A process lacks the transport or devices that were requested. Its environment is at fault.
     /// Every other process of the job gets the same error.
     #[error("process {process} on host {host} has {lack}")]
     Lacking {
         /// The process that lacks the transport or the devices.
         process: ProcessId,
-        /// The name of that process's host.
+        /// The name of the host of `process`.
         host: String,
-        /// The missing item and the reason: `no transport: …`.
+        /// The missing item and the reason, for example `no transport: …`.
         lack: String,
     },
     /// Two processes cannot share memory, but the transport requires it. Their environment is at
@@ -73,17 +73,17 @@ pub enum LaunchError {
         one: ProcessId,
         /// The other process.
         other: ProcessId,
-        /// The reason why the two processes cannot share memory.
+        /// The reason that the two processes cannot share memory.
         why: String,
         /// The variable that set the transport.
         variable: &'static str,
     },
-    /// The job's token is invalid, or could not be made. The environment is at fault.
+    /// The job's token is invalid, or could not be created. The environment is at fault.
     #[error("{variable}: {error}")]
     Token {
         /// The variable with the token.
         variable: &'static str,
-        /// The problem of the token.
+        /// The reason that the token cannot be used.
         error: TokenError,
     },
     /// A file with a user's secret or keys cannot be used. The environment is at fault.
@@ -93,13 +93,13 @@ pub enum LaunchError {
         variable: &'static str,
         /// The path of the file.
         path: String,
-        /// The problem of the file.
+        /// The reason that the file cannot be used.
         why: String,
     },
     /// The launcher ended before this process began. The environment is at fault.
     #[error("the launcher of this process (pid {launcher}) is gone")]
     Orphaned {
-        /// The launcher's pid.
+        /// Pid of the launcher that ended.
         launcher: String,
     },
     /// A job needs at least one process. The caller is at fault.
@@ -114,38 +114,38 @@ pub enum LaunchError {
         /// The name of the program.
         program: String,
     },
-    /// An event of a test's processes has not come by the deadline. They were killed.
+    /// A test waited for an event of its processes until the deadline. The processes were killed.
     #[error(
         "the deadline of {after:?} passed during the wait for {awaited}, and the processes were \
          killed; look for the cause in their output, or set a longer deadline{}", shown(.ends)
     )]
     Deadline {
-        /// The awaited event: `the end of process 1`.
+        /// The awaited event, for example `the end of process 1`.
         awaited: String,
         /// Time from the start to the deadline.
         after: Duration,
-        /// The ends of the test's processes, by number.
+        /// Exit status and output of each of the test's processes, by number.
         ends: Vec<ProcessEnd>,
     },
-    /// A process of a test has ended, and its output lacks an awaited text.
+    /// A process of a test has ended without printing an awaited text.
     #[error(
         "{} ended without printing {text:?}; look for the cause in its output\n{end}", .end.name
     )]
     NotPrinted {
-        /// The awaited text.
+        /// The text that the test waited for.
         text: String,
-        /// The end of the process.
+        /// Exit status and output of the process.
         end: ProcessEnd,
     },
-    /// The processes of a test have ended, but others that they started have not.
+    /// The processes of a test have ended, but other processes that they started are still alive.
     #[error(
         "the processes have ended but have left processes with the pids {pids:?} behind; the \
          program must end what it starts{}", shown(.ends)
     )]
     LeftBehind {
-        /// The pids of the processes that are left.
+        /// The pids of the processes that are still alive.
         pids: Vec<u32>,
-        /// The ends of the test's processes, by number.
+        /// Exit status and output of each of the test's processes, by number.
         ends: Vec<ProcessEnd>,
     },
     /// A test names a process that it has not started. The caller is at fault.
@@ -153,7 +153,7 @@ pub enum LaunchError {
     NoSuchProcess {
         /// The number of the missing process.
         process: usize,
-        /// Number of started processes.
+        /// Number of processes that the test has started.
         processes: usize,
     },
     /// The rendezvous service could not be started.
@@ -162,7 +162,7 @@ pub enum LaunchError {
     /// A system call of this machine failed. The environment is at fault.
     #[error("{doing} failed: {why}")]
     Environment {
-        /// The action that failed.
+        /// Description of the action that failed.
         doing: String,
         /// The system's error message.
         why: String,
@@ -189,7 +189,7 @@ impl LaunchError {
     }
 }
 
-/// Returns the report of each process, on lines of its own.
+/// Returns the reports of all processes as text, each starting on a new line.
 fn shown(ends: &[ProcessEnd]) -> String {
     ends.iter().map(|end| format!("\n{end}")).collect()
 }

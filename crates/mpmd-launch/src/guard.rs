@@ -9,7 +9,7 @@ use rustix::process::Pid;
 use super::error::LaunchError;
 use super::spawn::{GuardCommand, Launch};
 
-/// A helper process that kills the job's processes if the launcher dies before it can.
+/// A helper process that kills the job's processes if the launcher dies first.
 pub(super) struct JobGuard(Option<Child>);
 
 impl JobGuard {

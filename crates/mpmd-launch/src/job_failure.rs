@@ -16,22 +16,21 @@ use super::last_words::PrintedError;
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct JobFailure {
-    /// The processes at fault, ascending. There are several if several did not join. After a
-    /// divergence there are several if the minority has several processes, or if there is no
-    /// majority.
+    /// The processes at fault, ascending. Usually one; more if several did not join. After a
+    /// divergence, more than one if the minority has several processes or there is no majority.
     pub processes: Vec<ProcessId>,
-    /// The way in which `processes[0]` ended.
+    /// The exit code or signal with which `processes[0]` ended.
     pub how: ExitKind,
     /// The failure as the processes or the rendezvous reported it. `None` if there is no report, or
-    /// if it adds nothing to the way in which the process ended.
+    /// if the report says no more than `how`.
     pub why: Option<String>,
-    /// True if all processes of the job have failed alike, so that none was first.
+    /// True if all processes of the job failed in the same way, so that none was first.
     pub is_shared: bool,
 }
 
 impl JobFailure {
-    /// Compares the failure with the errors that the processes have printed. It is shared if all
-    /// have ended alike, each over an error of its own.
+    /// Compares the failure with the errors that the processes printed. Marks it as shared if all
+    /// ended with the same exit code, each over the same error of its own or without any report.
     pub(super) fn absorb(&mut self, errors: &[PrintedError], known: &FailedJob<'_>) {
         let ends = known.ends;
         let is_failed = |end: &ExitKind| matches!(end, ExitKind::Exit(code) if *code != 0);
@@ -62,7 +61,7 @@ impl JobFailure {
         }
     }
 
-    /// Returns the part of `errors` that the message of this failure does not contain.
+    /// Returns the errors without the parts that this failure's message already contains.
     pub(super) fn without_said(&self, errors: Vec<PrintedError>) -> Vec<PrintedError> {
         let why = self.why.as_deref();
         let rest = errors.into_iter().filter_map(|error| {
@@ -78,7 +77,8 @@ impl JobFailure {
         rest.collect()
     }
 
-    /// Returns the exit code for the job: that of the process at fault, or 1 if that code is 0.
+    /// Returns the exit code for the job: that of the process at fault, or 1 if the process exited
+    /// with 0.
     pub fn code(&self) -> i32 {
         if self.how == ExitKind::Exit(0) {
             1
@@ -106,21 +106,20 @@ impl fmt::Display for JobFailure {
     }
 }
 
-/// True if a failure's text `why` is this message, or ends with it after the description of a
-/// process.
+/// True if the failure text `why` is `message`, or ends with it after a description of the process.
 fn is_in(message: &str, why: &str) -> bool {
     let before = why.trim_end().strip_suffix(message);
     before.is_some_and(|before| before.is_empty() || before.ends_with(": "))
 }
 
-/// True if a process that prints this message can be at fault for the failure `why`. The report of
-/// a panic lacks its message.
+/// True if the failure `why` may come from a process that printed `message`. The failure report of
+/// a panic lacks the panic's message, so every printed panic matches such a report.
 fn is_reason(message: &str, why: &str) -> bool {
     let is_panic = message.starts_with("thread '") && message.contains(" panicked at ");
     is_in(message, why) || (is_panic && why.ends_with(" panicked before its program finished"))
 }
 
-/// The end of a process.
+/// The way in which a process ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ExitKind {
     /// The process exited with this code.
@@ -168,7 +167,7 @@ impl fmt::Display for ExitKind {
     }
 }
 
-/// Returns the name of a signal that ends processes.
+/// Returns the name of a signal that ends processes, or `None` for other signals.
 pub(super) fn signal_name(number: i32) -> Option<&'static str> {
     const NAMES: [(Signal, &str); 12] = [
         (Signal::HUP, "SIGHUP"),
@@ -190,28 +189,28 @@ pub(super) fn signal_name(number: i32) -> Option<&'static str> {
         .map(|(_, name)| *name)
 }
 
-/// The end of the process in a place.
+/// The way in which the process at one place (rank) of the job ended.
 #[derive(Clone, Copy)]
 pub(super) struct PlaceEnd {
     pub(super) place: ProcessId,
     pub(super) how: ExitKind,
 }
 
-/// The launcher's information on a job that has failed.
+/// The information that the launcher has on a failed job.
 pub(super) struct FailedJob<'a> {
-    /// The process that failed first by the order of ends.
+    /// The process that failed first, by the order in which processes ended.
     pub(super) first: PlaceEnd,
-    /// The way each process ended, by process.
+    /// The way in which each process ended, indexed by process.
     pub(super) ends: &'a [ExitKind],
-    /// Reports of processes, in the order of arrival.
+    /// Failure reports of processes, in the order of arrival.
     pub(super) reports: &'a [(ProcessId, FailureReport)],
-    /// The reason why the job never formed, if it did not.
+    /// The reason that the job never formed; `None` if it formed.
     pub(super) unformed: Option<&'a RendezvousError>,
 }
 
 impl FailedJob<'_> {
-    /// Returns the cause: a death by a signal, else missing processes, else a reported failure,
-    /// else the first end.
+    /// Returns the cause of the failure. In order of priority: a death by a signal, missing
+    /// processes, a reported failure, the first end of a process.
     pub(super) fn cause(&self) -> JobFailure {
         let PlaceEnd { place: first, how } = self.first;
         if matches!(how, ExitKind::Exit(_)) {
@@ -241,7 +240,7 @@ impl FailedJob<'_> {
         }
     }
 
-    /// True if a process has reported this message as a failure of its own.
+    /// True if the process has reported a failure of its own with this message.
     fn blames_itself(&self, process: usize, message: &str) -> bool {
         self.reports
             .iter()
@@ -253,8 +252,8 @@ impl FailedJob<'_> {
             })
     }
 
-    /// Returns the failure at the root of a report: that of the process which it accuses, or of the
-    /// process which that one's report accuses, and so on.
+    /// Returns the root failure of a report. Follows the reports from the accused process to the
+    /// process that it accuses, and so on.
     fn followed(&self, report: &FailureReport) -> JobFailure {
         let mut report = report;
         for _ in 0..self.ends.len() {
@@ -278,8 +277,9 @@ impl FailedJob<'_> {
         )
     }
 
-    /// Returns the failure of a divergence. At fault is the minority by the hashes that processes
-    /// reported for the same operation. Without a majority, both processes named in `found` are.
+    /// Returns the failure of a divergence. Compares the hashes that processes reported for the
+    /// same operation: the processes in the minority are at fault. Without a majority, both
+    /// processes named in `found` are at fault.
     fn divergence(&self, found: &FailureReport) -> JobFailure {
         let pair = [Some(found.failure.process), found.failure.other]
             .into_iter()
@@ -347,7 +347,7 @@ impl FailedJob<'_> {
     }
 }
 
-/// Formats a list of processes: `1`, `1 and 3`, `0, 1 and 3`.
+/// Formats a list of processes as text: `1`, `1 and 3`, `0, 1 and 3`.
 fn listed(processes: &[ProcessId]) -> String {
     let mut names: Vec<String> = processes.iter().map(ToString::to_string).collect();
     match names.pop() {

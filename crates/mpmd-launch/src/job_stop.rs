@@ -10,33 +10,34 @@ use rustix::process::Signal;
 use super::job_failure::ExitKind;
 use super::output::say;
 
-/// The user's requests to end the job.
+/// The requests to end the job: by the user's signals, or because its output cannot be written.
 #[derive(Debug, Default)]
 pub(super) struct JobStop {
-    /// The signals to the launcher, and SIGPIPE if the output cannot be written.
+    /// The signals that the launcher received, and SIGPIPE if the output cannot be written.
     signals: Vec<Signal>,
-    /// The requests by SIGINT and SIGTERM.
+    /// Recent requests by SIGINT and SIGTERM, to recognise repeats of one request.
     requests: StopRequests,
     has_no_output: bool,
 }
 
 impl JobStop {
-    /// Notes a request, unless the job has failed before.
+    /// Records a request to end the job. Ignored if the job has already failed.
     pub(super) fn ask(&mut self, signal: Signal, has_failed: bool) {
         if !has_failed {
             self.signals.push(signal);
         }
     }
 
-    /// True if a signal that comes at `now` is to be passed on to the processes: it is not the
-    /// request before once more. A second SIGINT or SIGTERM would end those that save.
+    /// True if a signal that arrives at `now` must be forwarded to the processes. False if it
+    /// repeats the previous SIGINT or SIGTERM: a second one would end processes that are saving.
     pub(super) fn is_new(&mut self, signal: Signal, now: Instant) -> bool {
         ![Signal::INT, Signal::TERM].contains(&signal)
             || self.requests.take(now) != StopRequest::Same
     }
 
-    /// Notes that the job's output cannot be written. Prints the error, unless the reader is gone
-    /// or an earlier call has printed one. Returns true if nothing else ends the job yet.
+    /// Records that the job's output cannot be written. Prints the error, unless the reader has
+    /// closed the output or an earlier call has printed it. Returns true if the job was not ending
+    /// yet.
     pub(super) fn lose_output(&mut self, error: &io::Error, has_failed: bool) -> bool {
         let is_first = !std::mem::replace(&mut self.has_no_output, true);
         if is_first && error.kind() != ErrorKind::BrokenPipe {
@@ -49,14 +50,14 @@ impl JobStop {
         must_ask
     }
 
-    /// Returns the first request.
+    /// Returns the signal of the first request to end the job.
     pub(super) fn signal(&self) -> Option<Signal> {
         self.signals.first().copied()
     }
 
-    /// True if the process in this place has ended as requested, or over the end of another. The
-    /// processes of `reports` are places. With `may_be_killed`, SIGKILL is no failure, as after the
-    /// launcher has sent it. It asks with SIGTERM before.
+    /// True if a stop request, or the end of another process, explains the end of the process at
+    /// `place`. `reports` are by place. If `may_be_killed`, SIGKILL is explained too. SIGTERM
+    /// always is, since the launcher sends it.
     pub(super) fn explains(
         &self,
         place: usize,
@@ -80,8 +81,7 @@ impl JobStop {
     }
 }
 
-/// True if the process in this place has reported a failure of another process, and none of its
-/// own.
+/// True if the process at this place has reported failures of other processes, but none of its own.
 pub(super) fn is_told(reports: &[(ProcessId, FailureReport)], place: usize) -> bool {
     let mut own = reports
         .iter()

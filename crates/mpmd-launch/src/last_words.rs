@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 
 use mpmd_base::block::Mutex;
 
-/// The longest time for which an error is held back.
+/// Maximum time for which a printed error is held back.
 pub(super) const HOLD: Duration = Duration::from_secs(2);
 
-/// The most bytes that are held back.
+/// Maximum number of bytes that are held back for a process.
 const MOST: usize = 64 * 1024;
 
-/// The beginning of a report of the causes of an `anyhow` error.
+/// The text that begins the list of causes of an `anyhow` error.
 const CAUSES: &str = "\n\nCaused by:\n";
 
-/// The errors that a process has printed last and that nobody has shown.
+/// The errors that a process printed last and that the launcher has not shown yet.
 #[derive(Debug, Default)]
 pub(super) struct LastWords(Mutex<HeldErrors>);
 
@@ -22,7 +22,8 @@ pub(super) struct LastWords(Mutex<HeldErrors>);
 struct HeldErrors {
     since: Option<Instant>,
     errors: Vec<String>,
-    /// True if the job goes on without the process. Its errors are then no longer held back.
+    /// True if the job goes on without the process. The launcher then no longer holds back its
+    /// errors.
     is_released: bool,
 }
 
@@ -34,8 +35,8 @@ impl HeldErrors {
 }
 
 impl LastWords {
-    /// Takes whole lines of a process, and returns those that are to be shown now: an error and
-    /// all that follows it is held back.
+    /// Takes whole lines that a process printed, and returns the lines to show now. Holds back an
+    /// error and all lines that follow it.
     pub(super) fn pass(&self, lines: &[u8], now: Instant) -> Vec<u8> {
         let held = &mut *self.0.lock();
         let mut shown = Vec::new();
@@ -57,18 +58,18 @@ impl LastWords {
         shown
     }
 
-    /// Returns the time until the errors must be shown; `None` without any.
+    /// Returns the time after which the held errors must be shown; `None` if there are none.
     pub(super) fn due(&self, now: Instant) -> Option<Duration> {
         let since = self.0.lock().since?;
         Some(HOLD.saturating_sub(now.saturating_duration_since(since)))
     }
 
-    /// Removes and returns the errors.
+    /// Removes and returns the held errors.
     pub(super) fn take(&self) -> Vec<String> {
         self.0.lock().take()
     }
 
-    /// Removes and returns the errors. Holds back none from now on.
+    /// Removes and returns the held errors. From now on no errors are held back.
     pub(super) fn release(&self) -> Vec<String> {
         let mut held = self.0.lock();
         held.is_released = true;
@@ -76,8 +77,8 @@ impl LastWords {
     }
 }
 
-/// True if a line looks like the first line of a failing program's error: `Error: `, `error: ` or a
-/// panic.
+/// True if a line looks like the first line of an error that ends a program: `Error: `, `error: `
+/// or a panic.
 fn begins_error(line: &str) -> bool {
     let line = without_process(line);
     ["Error: ", "error: "]
@@ -86,7 +87,7 @@ fn begins_error(line: &str) -> bool {
         || (line.starts_with("thread '") && line.contains(" panicked at "))
 }
 
-/// Returns a line without `process 3: ` at its start.
+/// Returns a line without a leading `process 3: `.
 fn without_process(line: &str) -> &str {
     let rest = line
         .strip_prefix("process ")
@@ -95,22 +96,22 @@ fn without_process(line: &str) -> &str {
         .unwrap_or(line)
 }
 
-/// An error, and the processes that have printed it.
+/// An error, and the processes that printed it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct PrintedError {
     pub(super) processes: Vec<usize>,
-    /// The error as the first of them has printed it.
+    /// The text of the error as printed by the first of `processes`.
     pub(super) text: String,
 }
 
 impl PrintedError {
-    /// Returns the message on one line with its causes, without the parts that differ between
+    /// Returns the message and its causes on one line, without the parts that differ between
     /// processes.
     pub(super) fn message(&self) -> String {
         message(&self.text)
     }
 
-    /// Returns the lines of the backtrace; empty if there is none.
+    /// Returns the lines of the error's backtrace; empty if there is none.
     pub(super) fn backtrace(&self) -> &str {
         backtrace_at(&self.text).map_or("", |at| &self.text[at..])
     }
@@ -158,8 +159,8 @@ fn message(text: &str) -> String {
     quoted.unwrap_or(&all).to_owned()
 }
 
-/// Returns the errors of processes, in their order. One that several processes have printed comes
-/// once, and one that a process has printed twice comes twice.
+/// Merges the errors that processes printed, in order. An error printed by several processes
+/// appears once. An error that one process printed twice appears twice.
 pub(super) fn merged(words: &[(usize, Vec<String>)]) -> Vec<PrintedError> {
     // By message, which is the same for all processes.
     let mut errors: Vec<(String, PrintedError)> = Vec::new();
@@ -186,7 +187,7 @@ pub(super) fn merged(words: &[(usize, Vec<String>)]) -> Vec<PrintedError> {
     errors.into_iter().map(|(_, error)| error).collect()
 }
 
-/// Returns `errors` without those that were shown, each as often as it was.
+/// Returns `errors` without the errors in `shown`. Removes one error for each entry of `shown`.
 pub(super) fn without(mut errors: Vec<PrintedError>, shown: &[PrintedError]) -> Vec<PrintedError> {
     for shown in shown.iter().map(PrintedError::message) {
         if let Some(at) = errors.iter().position(|error| error.message() == shown) {

@@ -13,12 +13,13 @@ use tracing_subscriber::fmt::format::{Writer, debug_fn};
 
 use crate::output::printable;
 
-/// The filter without `RUST_LOG`: warnings, except those that the runtime prints itself.
+/// The log filter if `RUST_LOG` is not set: warnings and errors, except the warnings that the
+/// runtime prints itself.
 const WARNINGS: &str = "warn,mpmd::warning=off,mpmd::hang=off";
 
-/// Writes `tracing` events to standard error, with control characters escaped, filtered by the
-/// variable `RUST_LOG`. Without it, writes warnings and errors. Does nothing if the process has a
-/// subscriber already.
+/// Makes `tracing` events appear on standard error, with control characters escaped. `RUST_LOG`
+/// filters them; by default only warnings and errors are written. Does nothing if the process
+/// already has a subscriber.
 pub fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(WARNINGS));
     let log = tracing_subscriber::fmt()
@@ -29,7 +30,7 @@ pub fn log_to_stderr() {
     let _ = log.with_ansi(stderr().is_terminal()).try_init();
 }
 
-/// Writes a field of an event: its message as it is, others with their names.
+/// Writes a field of an event: the message as it is, any other field with its name.
 fn write_field(to: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug) -> fmt::Result {
     let value = format!("{value:?}");
     match field.name() {
@@ -38,12 +39,12 @@ fn write_field(to: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug) -> fm
     }
 }
 
-/// The exit code of a program whose output has lost its reader. A shell shows the same for a
-/// program that SIGPIPE has ended.
+/// Exit code of a program whose output is no longer read. A shell shows the same code for a program
+/// that SIGPIPE ended.
 pub const NO_READER: i32 = 141;
 
-/// Ends this process if `println!` fails, instead of a panic. It ends without a word and with
-/// [`NO_READER`] if nobody reads the output any more, else with an error and code 1.
+/// Makes this process exit instead of panic if `println!` fails. If nobody reads the output any
+/// more, it exits silently with [`NO_READER`]. Otherwise it prints an error and exits with code 1.
 pub fn end_with_stdout() {
     let before = take_hook();
     set_hook(Box::new(move |panic| {
@@ -71,7 +72,7 @@ mod tests {
 
     use super::*;
 
-    /// The text of a log.
+    /// The captured text of a log.
     #[derive(Clone, Default)]
     struct Text(Arc<Mutex<Vec<u8>>>);
 

@@ -10,9 +10,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::last_words::LastWords;
 
-/// Returns a text of another process or of a file in a form that is safe to print on a terminal.
-/// Escapes control characters but line ends and tabs, and the marks that set the direction of text.
-/// The escapes are those of JSON, such as `\\u001b`, so a text of JSON keeps its values.
+/// Returns text from another process or a file in a form that is safe to print on a terminal.
+/// Escapes control characters except line ends and tabs, and Unicode marks of text direction. The
+/// escapes are those of JSON, such as `\\u001b`, so JSON text keeps its values.
 pub fn printable(text: &str) -> Cow<'_, str> {
     if !text.contains(commands_terminal) {
         return Cow::Borrowed(text);
@@ -24,8 +24,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(text.chars().map(escaped).collect())
 }
 
-/// True for control characters but line ends and tabs, and for marks of direction. These can make a
-/// terminal show a text in another order.
+/// True for control characters except line ends and tabs, and for Unicode marks of text direction.
+/// A terminal could execute them or show text in another order.
 fn commands_terminal(c: char) -> bool {
     match c {
         '\n' | '\t' => false,
@@ -43,7 +43,7 @@ pub(super) enum OutputStream {
 }
 
 impl OutputStream {
-    /// True if prefixes are coloured: on a terminal, unless `NO_COLOR` is set.
+    /// True if line prefixes are coloured: the stream is a terminal and `NO_COLOR` is not set.
     pub(super) fn is_coloured(self) -> bool {
         let terminal = match self {
             Self::Out => io::stdout().is_terminal(),
@@ -52,7 +52,7 @@ impl OutputStream {
         terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
     }
 
-    /// Writes `bytes`, which are whole lines, at once, so that lines of two processes never mix.
+    /// Writes whole lines at once, so that the lines of two processes never mix.
     pub(super) fn write(self, bytes: &[u8]) -> io::Result<()> {
         match self {
             _ if bytes.is_empty() => Ok(()),
@@ -65,15 +65,15 @@ impl OutputStream {
     }
 }
 
-/// Prints a line of the launcher to standard error, with control characters escaped. `eprintln!`
-/// would panic and end the job if nobody reads that any more.
+/// Prints a line of the launcher to standard error, with control characters escaped. Unlike
+/// `eprintln!`, does not panic if nobody reads standard error any more.
 pub(super) fn say(line: impl Display) {
     let line = format!("mpmd: {line}\n");
     let _ = OutputStream::Err.write(printable(&line).as_bytes());
 }
 
 /// Returns the prefix of each line of `process`: its number in brackets, padded to the width of the
-/// largest.
+/// largest process number.
 pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
     const COLORS: [u8; 12] = [36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91];
     let width = processes.saturating_sub(1).to_string().len();
@@ -85,8 +85,9 @@ pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
     }
 }
 
-/// Copies a process's standard output until it ends, with the present `prefix` before each line. If
-/// writing fails, calls `failed` once, and goes on reading: the process must not wait. Blocks.
+/// Copies a process's standard output to the launcher's until it ends. Calls `prefix` for the text
+/// before each line. If writing fails, calls `failed` once and keeps reading, so that the process
+/// is not blocked. Blocks.
 pub(super) fn copy(
     mut from: impl Read,
     prefix: impl Fn() -> String,
@@ -119,8 +120,8 @@ pub(super) fn copy(
     write(&lines.end());
 }
 
-/// Copies a process's standard error as [`copy`] does, but holds back its last errors in `words`
-/// for a moment. Blocks.
+/// Copies a process's standard error to the launcher's until it ends. Puts `prefix` before each
+/// line. Holds back the last errors in `words` for a moment. Blocks.
 pub(super) fn copy_errors(mut from: impl Read + AsFd, prefix: &str, words: &LastWords) {
     // An error is ignored: there is no other place for it.
     let write = |lines: &[u8]| _ = OutputStream::Err.write(&prefixed(prefix, lines));
@@ -145,7 +146,7 @@ pub(super) fn copy_errors(mut from: impl Read + AsFd, prefix: &str, words: &Last
     write(&words.pass(&lines.end(), Instant::now()));
 }
 
-/// Waits until `from` has input or has ended. Returns false if it has not after `within`.
+/// Waits until `from` has input or has ended. Returns false if neither happens within `within`.
 fn has_input(from: &impl AsFd, within: Duration) -> bool {
     let mut inputs = [PollFd::new(from, PollFlags::IN)];
     let within = Timespec::try_from(within).ok();
@@ -161,16 +162,16 @@ pub(super) fn prefixed(prefix: &str, lines: &[u8]) -> Vec<u8> {
         .collect()
 }
 
-/// The longest line in bytes; a longer one is split.
+/// Maximum length of a line in bytes; a longer line is split.
 const LONGEST: usize = 64 * 1024;
 
-/// The shortest time between two printed states of a line that is overwritten repeatedly.
+/// Minimum time between two printed states of a line that the process overwrites repeatedly.
 const REDRAW: Duration = Duration::from_secs(1);
 
 /// Splits a stream into lines and adds a prefix to each.
 ///
-/// A carriage return overwrites a line, as on a terminal. So a progress bar shows its last state,
-/// and one state per second before. Lines of more than 64 KiB are split.
+/// A carriage return overwrites a line, as on a terminal. So of a progress bar, one state per
+/// second and the last one are printed. Lines of more than 64 KiB are split.
 struct OutputLines {
     prefix: Vec<u8>,
     line: Vec<u8>,
@@ -209,12 +210,12 @@ impl OutputLines {
         }
     }
 
-    /// Removes and returns the whole lines, with prefixes, since the last call.
+    /// Removes and returns the whole lines since the last call, with prefixes.
     fn take(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.done)
     }
 
-    /// Ends the last line and returns all lines that were not taken, with prefixes.
+    /// Ends the last line, then removes and returns all remaining lines, with prefixes.
     fn end(&mut self) -> Vec<u8> {
         if !self.line.is_empty() {
             self.finish();

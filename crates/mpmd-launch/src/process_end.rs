@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use crate::job_failure::ExitKind;
 
-/// Number of last lines of each output stream that a message shows.
+/// Number of lines at the end of each output stream that a message shows.
 const LAST_LINES: usize = 20;
 
-/// The end of a process, with its whole output.
+/// The exit status and the whole output of a process that has ended.
 ///
 /// `Display` and `Debug` show the exit status and the last 20 lines of each output stream.
 #[derive(Clone, Eq, PartialEq)]
@@ -16,13 +16,13 @@ const LAST_LINES: usize = 20;
 pub struct ProcessEnd {
     /// The name of the process in messages: `process 2`.
     pub name: String,
-    /// The exit code, or the signal that ended the process.
+    /// The exit code of the process, or the signal that ended it.
     pub how: ExitKind,
     /// The standard output of the process. Bytes that are not UTF-8 are replaced.
     pub stdout: String,
     /// The standard error of the process. Bytes that are not UTF-8 are replaced.
     pub stderr: String,
-    /// Time at which the test noticed the end.
+    /// The time at which the test noticed that the process had ended.
     pub ended_at: Instant,
 }
 

@@ -12,13 +12,14 @@ use mpmd_rendezvous::{FailureReport, ProcessPart, RendezvousServer};
 use super::job_failure::ExitKind;
 use super::spawn::Launch;
 
-/// Interval at which the launcher looks for places that nobody takes.
+/// Interval at which the launcher looks for places (ranks) of the job that no process takes.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
-/// The processes that a job may lose and start.
+/// The policy for replacing lost processes of a job: whether the job recovers, and how many
+/// processes may still be started.
 pub(super) struct ProcessReplacement {
     recovers: bool,
-    /// Number of processes that may still be started.
+    /// Number of replacement processes that may still be started.
     left: usize,
     chaos: Option<ChaosKiller>,
 }
@@ -32,22 +33,22 @@ impl ProcessReplacement {
         }
     }
 
-    /// Notes that the program goes on with fewer processes, if it does.
+    /// Records that the job recovers if its program can go on with fewer processes.
     pub(super) fn learn(&mut self, may_shrink: bool) {
         self.recovers |= may_shrink;
     }
 
-    /// True if the job may lose processes and go on.
+    /// True if the job can lose processes and go on.
     pub(super) fn recovers(&self) -> bool {
         self.recovers
     }
 
-    /// True if the launcher must look at the job after each [`LOOK`].
+    /// True if the launcher must examine the job after each interval [`LOOK`].
     pub(super) fn must_look(&self) -> bool {
         self.recovers || self.chaos.is_some()
     }
 
-    /// Returns the meaning of the end of the process that was started with this number.
+    /// Returns the consequence for the job of the end of the process that was started as `number`.
     pub(super) fn judge(&self, number: usize, how: ExitKind, job: &JobStanding) -> EndMeaning {
         if !self.recovers {
             let place = ProcessId(number as u32);
@@ -72,25 +73,25 @@ impl ProcessReplacement {
         }
     }
 
-    /// True if processes may still be started in place of lost ones.
+    /// True if replacement processes may still be started.
     pub(super) fn has_left(&self) -> bool {
         self.left > 0
     }
 
-    /// Starts no further processes: the job would refuse them.
+    /// Forbids further replacement processes, because the job would refuse them.
     pub(super) fn start_no_more(&mut self) {
         self.left = 0;
     }
 
-    /// Takes one of the processes that may be started. Returns false if none is left.
+    /// Counts one replacement process as started. Returns false if no more may be started.
     pub(super) fn take_one(&mut self) -> bool {
         let has_one = self.left > 0;
         self.left -= usize::from(has_one);
         has_one
     }
 
-    /// Returns the process of `alive` that is to be killed now, if it is time for that and a new
-    /// process can take its place.
+    /// Returns the process of `alive` that chaos kills now. `None` if it is not time yet, or if no
+    /// replacement may be started.
     pub(super) fn victim(&mut self, alive: &[usize]) -> Option<usize> {
         if self.left == 0 {
             return None;
@@ -99,27 +100,28 @@ impl ProcessReplacement {
     }
 }
 
-/// The meaning of the end of a process for its job.
+/// The consequence of a process's end for its job.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum EndMeaning {
-    /// It has ended well, or was not needed.
+    /// None: the process has ended successfully, or was not needed.
     Nothing,
-    /// It was killed before its program had ended, and the job goes on: another may have its place.
+    /// The process was killed before its program ended. The job goes on, and another process may
+    /// take this place.
     Lost(ProcessId),
-    /// It has failed in this place, and the job with it.
+    /// The process at this place has failed, and the job fails with it.
     Failed(ProcessId),
-    /// It has failed after its part of the program, in this place: the program of all has ended.
+    /// The process at this place has failed after the program had ended on all processes.
     FailedAtExit(ProcessId),
-    /// It has failed, but had no place.
+    /// The process has failed, but had no place in the job.
     NotNeeded,
 }
 
-/// The state of a job by its rendezvous service.
+/// The state of a job as its rendezvous service knows it.
 pub(super) struct JobStanding {
-    /// Number of places; it may change from epoch to epoch.
+    /// Number of places (ranks) in the job. It may change from epoch to epoch.
     pub(super) places: usize,
     is_complete: bool,
-    /// True if no process can come to the end of the program any more, or all have.
+    /// True if the program has ended on all processes, or can no longer end on any.
     pub(super) is_over: bool,
     parts: Vec<(ProcessId, ProcessPart)>,
     reports: Vec<(ProcessId, FailureReport)>,
@@ -148,18 +150,18 @@ impl JobStanding {
             .map(|(_, part)| *part)
     }
 
-    /// True if the job has never formed, and no process has failed over that.
+    /// True if the job has never formed, and no process has joined it or reported a failure.
     pub(super) fn has_no_member(&self) -> bool {
         !self.is_complete && self.parts.is_empty() && self.reports.is_empty()
     }
 
-    /// True if the process that was started with this number has joined the job.
+    /// True if the process that was started as `number` has joined the job.
     pub(super) fn is_known(&self, number: usize) -> bool {
         self.parts(number).next().is_some()
     }
 
-    /// Returns the place of the process that was started with this number, also if it has died or
-    /// left. Until the job has begun it is the one of that number.
+    /// Returns the place that the process started as `number` holds, or held when it left. Before
+    /// the job has formed, the place has the same number as the process.
     pub(super) fn place(&self, number: usize) -> Option<ProcessId> {
         let held = self.parts(number).find_map(|part| match part {
             ProcessPart::Holds(place) | ProcessPart::Left(place) => Some(place),
@@ -170,8 +172,8 @@ impl JobStanding {
         held.or_else(|| is_first.then_some(ProcessId(number as u32)))
     }
 
-    /// Returns the [place](Self::place) of a process, also one in an earlier epoch in which it has
-    /// died.
+    /// Returns the [place](Self::place) of a process. If the process has died, returns the place
+    /// that it held then, even in an earlier epoch.
     fn last_place(&self, number: usize) -> Option<ProcessId> {
         let died = self.parts(number).find_map(|part| match part {
             ProcessPart::Died(place) => Some(place),
@@ -180,27 +182,27 @@ impl JobStanding {
         self.place(number).or(died)
     }
 
-    /// True if the process that was started with this number has left the job in order.
+    /// True if the process that was started as `number` has left the job in order.
     pub(super) fn has_left(&self, number: usize) -> bool {
         self.parts(number)
             .any(|part| matches!(part, ProcessPart::Left(_)))
     }
 
-    /// True if the process in a place has reported a failure, of which it may have ended with code
-    /// 0.
+    /// True if the process at a place has reported a failure. Such a process may still have ended
+    /// with code 0.
     fn has_reported(&self, place: ProcessId) -> bool {
         self.reports.iter().any(|(by, _)| *by == place)
     }
 
-    /// True if no process of the job goes on, and the launcher need not wait for those that have
-    /// these numbers and are alive.
+    /// True if the launcher need not wait for the processes `alive`: the job is over or never
+    /// formed, and none of them holds a place.
     pub(super) fn needs_none_of(&self, mut alive: impl Iterator<Item = usize>) -> bool {
         let is_over = self.is_over || !self.is_complete;
         is_over && alive.all(|number| self.place(number).is_none())
     }
 
-    /// True if the job goes on with processes that were added to it from elsewhere. `ours` are the
-    /// numbers of the launcher's processes.
+    /// True if processes that another launcher added keep the job going. `ours` are the numbers of
+    /// this launcher's processes.
     pub(super) fn goes_on_elsewhere(&self, ours: &[usize]) -> bool {
         let mut holders = self
             .parts
@@ -209,8 +211,8 @@ impl JobStanding {
         !self.is_over && holders.any(|(number, _)| !ours.contains(&number.index()))
     }
 
-    /// True if a process that was added to the job from elsewhere has left it in order, in this
-    /// place. `ours` are the numbers of the launcher's processes.
+    /// True if a process that another launcher added has left the job in order at this place.
+    /// `ours` are the numbers of this launcher's processes.
     pub(super) fn has_left_elsewhere(&self, place: ProcessId, ours: &[usize]) -> bool {
         let mut left = self
             .parts
@@ -219,8 +221,8 @@ impl JobStanding {
         !self.has_reported(place) && left.any(|(number, _)| !ours.contains(&number.index()))
     }
 
-    /// True if these processes, as (number, end), have shown that the program has ended well in
-    /// a place.
+    /// True if one of this launcher's processes has ended the program successfully at `place`.
+    /// `ends` are (number, way in which the process ended).
     pub(super) fn is_done(
         &self,
         place: ProcessId,
@@ -235,7 +237,7 @@ impl JobStanding {
     }
 }
 
-/// Kills processes at random times.
+/// Killer of random processes at random times, for tests of recovery.
 struct ChaosKiller {
     every: Duration,
     next: Instant,
@@ -253,7 +255,8 @@ impl ChaosKiller {
         }
     }
 
-    /// Returns the process to be killed, if it is time. Times are 0 to 2 intervals apart.
+    /// Returns the process to kill, or `None` if it is not time yet. Kills are 0 to 2 times `every`
+    /// apart.
     fn victim(&mut self, now: Instant, alive: &[usize]) -> Option<usize> {
         if now < self.next {
             return None;
@@ -263,7 +266,7 @@ impl ChaosKiller {
     }
 }
 
-/// Returns a multiple of a time, or the longest time if that is too long.
+/// Returns `time` times `factor`, or the longest representable time if that overflows.
 fn scaled(time: Duration, factor: f64) -> Duration {
     Duration::try_from_secs_f64(factor * time.as_secs_f64()).unwrap_or(Duration::MAX)
 }

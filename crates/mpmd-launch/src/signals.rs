@@ -10,17 +10,18 @@ use tokio::sync::oneshot;
 use super::error::LaunchError;
 use super::job_failure::signal_name;
 
-/// An end of a process of the job, or a request of the user.
+/// An event that the launcher waits for: the end of a process, a signal, or a failure to write
+/// output.
 pub(super) enum JobEvent {
-    /// The process with this number has ended.
+    /// A process has ended. The number is its position in the order of starts.
     Ended(usize),
-    /// SIGINT, SIGTERM, SIGHUP or SIGUSR1, which requests the end of this process.
+    /// SIGINT, SIGTERM, SIGHUP or SIGUSR1: a request to end this process.
     Signal(Signal),
-    /// SIGTSTP, which Ctrl-Z sends.
+    /// SIGTSTP, which Ctrl-Z sends: a request to stop the job for a while.
     Stop,
-    /// SIGCONT.
+    /// SIGCONT: the job continues after a stop.
     Continue,
-    /// The output of the processes cannot be written.
+    /// The processes' output cannot be written.
     NoOutput(std::io::Error),
 }
 
@@ -33,8 +34,8 @@ pub fn stop_name(signal: i32) -> &'static str {
     }
 }
 
-/// True if this process ignores the signal with this number, as one that `nohup` has started
-/// ignores SIGHUP. Then a handler would go against the user's wish.
+/// True if this process ignores the signal with this number, for example SIGHUP after a start by
+/// `nohup`. A handler would then go against the user's wish.
 pub fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -42,7 +43,7 @@ pub fn is_ignored(signal: i32) -> bool {
     ignored.unwrap_or(0) >> (signal - 1) & 1 == 1
 }
 
-/// Turns the signals that would end or stop this process into events, until it is dropped.
+/// Converts the signals that would end or stop this process to [`JobEvent`]s, until it is dropped.
 pub(super) struct SignalForwarder {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -102,7 +103,7 @@ impl SignalForwarder {
     }
 }
 
-/// Waits for a signal; for ever without a listener.
+/// Waits for a signal. Without a listener, waits forever.
 async fn received(listener: &mut Option<tokio::signal::unix::Signal>) -> Option<()> {
     match listener {
         Some(listener) => listener.recv().await,

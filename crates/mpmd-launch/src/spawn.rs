@@ -15,13 +15,13 @@ use rustix::process::{
 
 use super::{JobEnv, LaunchError, variables};
 
-/// Starts all processes of a job on this machine and waits for their ends.
+/// A job whose processes all run on this machine. [`run`](Self::run) starts them and waits until
+/// they have ended.
 ///
 /// The launcher runs the job's rendezvous service. `MPMD_*` variables tell each process the address
 /// of the service, see [`variables`]. Each process has its own process group, and its standard
-/// input is empty.
-/// Unless the user has set them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set, so that UCX
-/// leaves faults to the program.
+/// input is empty. Unless the user has set `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS`, they are
+/// set so that UCX leaves faults to the program.
 #[derive(Clone, Debug)]
 #[must_use = "nothing starts before `run`"]
 pub struct Launch {
@@ -42,7 +42,7 @@ pub struct Launch {
     pub(super) guard: Option<GuardCommand>,
 }
 
-/// The program that runs beside a job as its guard.
+/// The command line of the program that runs beside a job as its guard.
 #[derive(Clone, Debug)]
 pub(super) struct GuardCommand {
     pub(super) program: OsString,
@@ -56,8 +56,8 @@ pub enum OutputMode {
     /// To this process's output, line by line, with the process number before each line.
     #[default]
     Prefixed,
-    /// The same, except that process 0 writes directly to this process's output. Use it for
-    /// programs that draw a progress bar there.
+    /// As with `Prefixed`, but process 0 writes directly to this process's output. For programs
+    /// that draw a progress bar there.
     Quiet0,
 }
 
@@ -96,27 +96,28 @@ impl Launch {
         Ok(Self::new(processes, program).args(std::env::args_os().skip(1)))
     }
 
-    /// Starts this many processes more, which wait for the place of one that is lost. The program
-    /// must recover, see `Builder::spares` of `mpmd-core`.
+    /// Starts `spares` more processes, each of which waits until it can replace a lost process. The
+    /// program must support recovery: see `Builder::spares` of `mpmd-core`.
     pub fn spares(mut self, spares: usize) -> Self {
         self.spares = spares;
         self
     }
 
-    /// Starts up to this many new processes in place of lost ones. The program must recover.
+    /// Allows up to `restarts` new processes to be started to replace lost ones. The program must
+    /// support recovery.
     pub fn restarts(mut self, restarts: usize) -> Self {
         self.restarts = restarts;
         self
     }
 
-    /// Kills a random process again and again, on average after this time, as long as a new one may
-    /// take its place: to try the recovery of a program.
+    /// Kills a random process repeatedly, on average after each interval `every`. Stops when no
+    /// replacement may be started. For tests of a program's recovery.
     pub fn chaos(mut self, every: Option<Duration>) -> Self {
         self.chaos = every;
         self
     }
 
-    /// True if the job may lose processes and go on.
+    /// True if the job can lose processes and go on.
     pub(super) fn recovers(&self) -> bool {
         self.spares + self.restarts > 0
     }
@@ -127,22 +128,22 @@ impl Launch {
         self
     }
 
-    /// Sets the transport of the processes, in place of [`variables::TRANSPORT`]. By default they
-    /// choose it.
+    /// Sets the transport of the processes, and overrides [`variables::TRANSPORT`]. By default the
+    /// processes choose it.
     pub fn transport(mut self, transport: Option<String>) -> Self {
         self.transport = transport;
         self
     }
 
-    /// Sets the number of devices of each process, in place of
+    /// Sets the number of devices of each process, and overrides
     /// [`variables::DEVICES_PER_PROCESS`]. By default the program chooses it.
     pub fn devices_per_process(mut self, devices: Option<usize>) -> Self {
         self.devices_per_process = devices;
         self
     }
 
-    /// Sets the kinds of the processes' devices, in the format of [`variables::DEVICE`] and in its
-    /// place. By default the program chooses them.
+    /// Sets the kinds of the processes' devices, and overrides [`variables::DEVICE`], whose format
+    /// it has. By default the program chooses them.
     pub fn device(mut self, device: Option<String>) -> Self {
         self.device = device;
         self
@@ -155,37 +156,38 @@ impl Launch {
         self
     }
 
-    /// With `true`, each line of output starts with its process number. This is the default.
+    /// Sets whether each line of output starts with its process number. The default is `true`.
     pub fn prefix(mut self, prefix: bool) -> Self {
         self.prefix = prefix;
         self
     }
 
-    /// Sets the peer timeout: the time for which the processes wait for each other. It is that of
-    /// [`variables::PEER_TIMEOUT`] by default, else 60 seconds.
+    /// Sets the peer timeout: the maximum time for which processes wait for each other. The default
+    /// is the value of [`variables::PEER_TIMEOUT`], else 60 seconds.
     pub fn peer_timeout(mut self, peer_timeout: Duration) -> Self {
         self.peer_timeout = Some(peer_timeout);
         self
     }
 
-    /// Sets the time for which the others may continue after a first failure, so that they can
-    /// report their own errors. It is 6 seconds by default. Then they get SIGTERM, and 2 seconds
+    /// Sets how long the other processes may continue after a first failure, so that they can
+    /// report their own errors. The default is 6 seconds. Then they get SIGTERM, and 2 seconds
     /// later SIGKILL.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// Sets the destination of the output.
+    /// Sets the destination of the processes' output.
     pub fn output(mut self, output: OutputMode) -> Self {
         self.output = output;
         self
     }
 
-    /// Makes `run` start `program` with `args` beside the job. The program must call [`guard`]. If
-    /// the launcher dies before it can end the processes, the guard ends them and their children.
+    /// Makes `run` start `program` with `args` beside the job; this program must call [`guard`]. If
+    /// the launcher dies before it can end the job's processes, the guard kills them and their
+    /// children.
     ///
-    /// Without a guard the processes themselves still end, if they call [`adopt`].
+    /// Without a guard, the processes still end with the launcher if they call [`adopt`].
     pub fn guarded_by<T: Into<OsString>>(
         mut self,
         program: impl Into<OsString>,
@@ -233,8 +235,8 @@ impl Launch {
         command
     }
 
-    /// Returns the variables of the settings that the caller has made. The processes inherit the
-    /// others.
+    /// Returns the (name, value) variables for the settings that the caller has made. Processes
+    /// inherit all other variables.
     fn settings(&self) -> impl Iterator<Item = (&'static str, String)> {
         let timeout = self
             .peer_timeout
@@ -253,8 +255,8 @@ impl Launch {
             .filter_map(|(name, value)| Some((name, value?)))
     }
 
-    /// Returns the settings of the processes as they will read them. Fails if one is invalid: the
-    /// user gets the error once, and nothing starts.
+    /// Reads the settings as the processes will read them. Fails if one is invalid. So the user
+    /// gets the error once, before any process starts.
     fn read_settings(&self) -> Result<JobEnv, LaunchError> {
         let settings: Vec<_> = self.settings().collect();
         let look = |name: &str| {
@@ -293,12 +295,12 @@ impl Launch {
     }
 }
 
-/// Lets this process open the files that it needs to run a job of `processes`: two pipes and a
-/// connection of each.
+/// Raises this process's limit of open files to the number that a job of `processes` needs. Each
+/// process takes two pipes and one connection.
 ///
 /// # Errors
 ///
-/// If the system allows fewer.
+/// If the system does not allow that many.
 pub(super) fn make_room(processes: usize) -> Result<(), LaunchError> {
     let needed = 64 + 4 * processes as u64;
     let mut limit = getrlimit(Resource::Nofile);
@@ -320,22 +322,22 @@ pub(super) fn make_room(processes: usize) -> Result<(), LaunchError> {
     setrlimit(Resource::Nofile, limit).map_err(|error| refused(error.to_string()))
 }
 
-/// The peer timeout of a job that sets none.
+/// Peer timeout of a job that sets none.
 pub const DEFAULT_PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Defaults for UCX, unless the user sets them: leave faults to Rust, catch no signals. UCX reads
-/// them when it is loaded, before the program runs.
+/// Default variables for UCX: it must leave faults to the program, and catch no signals. UCX reads
+/// them when it is loaded, before `main` runs.
 const UCX: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_ERROR_SIGNALS", "")];
 
-/// The hidden subcommand of `mpmd` that calls [`adopt`] and becomes another program.
+/// Name of the hidden subcommand of `mpmd` that calls [`adopt`] and then executes another program.
 pub const EXEC: &str = "__exec";
 
-/// Makes the system kill this process when its parent ends, if [`Launch`] started it; else does
-/// nothing. The request survives `exec`, not `fork`.
+/// Makes the system kill this process when its parent ends, if [`Launch`] started this process.
+/// Otherwise does nothing. The request survives `exec`, but is not inherited by `fork`.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Orphaned`] if the launcher is already gone: this process should end too. Other
+/// [`LaunchError::Orphaned`] if the launcher has already ended; the caller should exit. Other
 /// errors if the launcher's pid is invalid or the system refuses.
 pub fn adopt() -> Result<(), LaunchError> {
     let Some(launcher) = std::env::var(variables::LAUNCHER_PID)
@@ -364,9 +366,9 @@ pub fn adopt() -> Result<(), LaunchError> {
     Err(LaunchError::Orphaned { launcher })
 }
 
-/// Runs the guard of [`Launch::guarded_by`]. Reads the job's process groups from `launcher`, which
-/// is its standard input. When the input ends, kills the groups that the launcher has not ended.
-/// Blocks until then.
+/// Runs the guard of [`Launch::guarded_by`]. Reads the job's process groups from `launcher`, the
+/// guard's standard input, and blocks until it ends. Then kills the groups that the launcher has
+/// not ended.
 pub fn guard(launcher: impl Read) {
     let mut groups: Vec<Pid> = Vec::new();
     for line in BufReader::new(launcher).lines().map_while(Result::ok) {

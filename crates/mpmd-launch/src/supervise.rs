@@ -25,23 +25,23 @@ use super::replacement::{EndMeaning, JobStanding, LOOK, ProcessReplacement};
 use super::signals::{JobEvent, SignalForwarder, stop_name};
 use super::spawn::{Launch, OutputMode, make_room};
 
-/// The end of a job.
+/// The result of running a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[must_use]
 pub struct JobOutcome {
-    /// The failure that ended the job, if one did.
+    /// The failure that ended the job; `None` if no process failed.
     pub first_failure: Option<JobFailure>,
-    /// The signal to the launcher, such as Ctrl-C, by which the user stopped the job, if it ended
-    /// over that and not over a failure.
+    /// Number of the signal by which the user stopped the job, such as that of Ctrl-C. `None` if
+    /// the job ended otherwise.
     pub stopped_by: Option<i32>,
-    /// Exit code of each process, by process: 128 plus the signal's number for a process that a
-    /// signal ended.
+    /// Exit code of each process, in the order of starts. For a process that a signal ended, 128
+    /// plus the signal's number.
     pub codes: Vec<i32>,
 }
 
 impl JobOutcome {
-    /// Returns the exit code for the job: that of the process at fault; 128 plus the number of the
-    /// signal by which the user stopped it; or 0 if no process failed.
+    /// Returns the exit code for the job. It is that of the process at fault, or 128 plus the
+    /// number of the signal by which the user stopped the job. Otherwise it is 0.
     pub fn code(&self) -> i32 {
         let stopped = self.stopped_by.map_or(0, |signal| 128 + signal);
         self.first_failure
@@ -51,18 +51,19 @@ impl JobOutcome {
 }
 
 impl Launch {
-    /// Starts the processes and blocks until all of them and their children have ended.
+    /// Starts the job's processes and blocks until all of them and their children have ended.
     ///
-    /// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to them, but for a SIGINT or SIGTERM within two
-    /// seconds of another one; from then on these signals alone no longer end this process. SIGHUP
-    /// stays ignored if it is, as under `nohup`. SIGTSTP (Ctrl-Z) stops the processes and this one,
-    /// SIGCONT continues them. The time between does not count for any timeout. The calling thread
-    /// must not end before the job.
+    /// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the processes, except a SIGINT or SIGTERM
+    /// within two seconds of another one. From then on these signals alone no longer end this
+    /// process. SIGHUP stays ignored if it is, as under `nohup`.
+    ///
+    /// SIGTSTP (Ctrl-Z) stops the processes and this one, and SIGCONT continues them. The time in
+    /// between does not count for any timeout. The calling thread must not end before the job.
     ///
     /// # Errors
     ///
-    /// If the job could not be started; then none of its processes remains. Failures of a started
-    /// job are in the [`JobOutcome`].
+    /// If the job could not be started; then none of its processes remains. If a process of a
+    /// started job fails, the [`JobOutcome`] has the failure.
     pub fn run(&self) -> Result<JobOutcome, LaunchError> {
         super::env::check_names()?;
         make_room(self.processes + self.spares)?;
@@ -91,7 +92,7 @@ impl Launch {
 }
 
 impl Launch {
-    /// Returns the prefix of the lines of a process.
+    /// Returns the prefix of the lines that a process prints to `stream`.
     fn prefix_of(&self, stream: OutputStream, process: usize) -> String {
         match self.prefix {
             true => output::prefix(process, self.processes, stream.is_coloured()),
@@ -99,8 +100,8 @@ impl Launch {
         }
     }
 
-    /// Returns the prefix of the lines of standard output that a process prints from now on. With
-    /// [`OutputMode::Quiet0`] the first process has none, also one that has come in its place.
+    /// Returns a function that gives the current prefix for a process's lines of standard output.
+    /// With [`OutputMode::Quiet0`], the process that now holds place 0 has none.
     fn prefix_of_output(
         &self,
         server: &Arc<RendezvousServer>,
@@ -127,7 +128,7 @@ impl Launch {
         }
     }
 
-    /// Shows errors that were held back, with the numbers of their processes.
+    /// Prints errors that were held back, with the numbers of the processes that printed them.
     fn show(&self, errors: &[PrintedError]) {
         for PrintedError { processes, text } in errors {
             let prefix = match processes.as_slice() {
@@ -144,7 +145,7 @@ impl Launch {
     }
 }
 
-/// The progress of ending a job.
+/// The phases of ending a job.
 #[derive(Clone, Copy)]
 enum EndingPhase {
     NotYet,
@@ -153,30 +154,31 @@ enum EndingPhase {
     Killed,
 }
 
-/// The time between SIGTERM and SIGKILL.
+/// Time from SIGTERM to SIGKILL.
 const AFTER_TERM: Duration = Duration::from_secs(2);
 
-/// After a first failure by exit, the time in which a death by a signal still counts as its cause.
-/// A process that a signal kills closes its connections before the launcher sees its death. Other
+/// Time after a first exit with a failure in which a death by a signal still counts as its cause. A
+/// process that a signal kills closes its connections before the launcher sees its death. Other
 /// processes may exit over that first.
 const SAME_MOMENT: Duration = Duration::from_millis(500);
 
-/// The longest wait for the rest of a process's output after its end. A grandchild may have left
-/// the process group and still hold the output open.
+/// Maximum wait for the remaining output of a process after its end. A grandchild may have left the
+/// process group and still hold the output open.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
-/// The processes that were started. Dropping it ends all of them.
+/// The processes of a job. Dropping this value ends all of them.
 struct StartedProcesses {
     running: Vec<StartedProcess>,
     guard: JobGuard,
 }
 
-/// A process that was started, also after its end.
+/// A process that the launcher started. It may have ended.
 struct StartedProcess {
-    /// The process number with which it was started. One that has died before may have had it.
+    /// The number that the process was started with. An earlier process that died may have had the
+    /// same number.
     number: usize,
     child: Child,
-    /// Also the id of its process group.
+    /// The pid of the process, and the id of its process group.
     pid: Pid,
     /// True once the launcher has sent SIGKILL.
     is_killed: bool,
@@ -186,13 +188,13 @@ struct StartedProcess {
 }
 
 impl StartedProcess {
-    /// Sends SIGKILL to the process's group.
+    /// Sends SIGKILL to the process group of the process.
     fn kill(&mut self) {
         self.is_killed = true;
         let _ = kill_process_group(self.pid, Signal::KILL);
     }
 
-    /// Waits until all output of an ended process is read, at most until `until`.
+    /// Waits until all output of an ended process is read, but not beyond time `until`.
     fn wait_for_output(&self, until: Instant) {
         for output in &self.output {
             // The wait ends by disconnection when the output's thread ends.
@@ -202,7 +204,7 @@ impl StartedProcess {
 }
 
 impl StartedProcesses {
-    /// Starts a process with this number.
+    /// Starts the process with the number `process`.
     fn start(
         &mut self,
         process: usize,
@@ -272,7 +274,7 @@ impl StartedProcesses {
         self.running.iter().any(|running| running.how.is_none())
     }
 
-    /// Takes the errors of all processes that nobody has shown, by the number of the process.
+    /// Removes the held errors of all processes. Returns them with the numbers of their processes.
     fn take_words(&self) -> Vec<(usize, Vec<String>)> {
         self.running
             .iter()
@@ -280,7 +282,8 @@ impl StartedProcesses {
             .collect()
     }
 
-    /// Kills the rest of an ended process's group, reaps the process and returns the way it ended.
+    /// Kills the remaining group of an ended process and reaps the process. Returns the way in
+    /// which it ended.
     fn reap(&mut self, process: usize) -> ExitKind {
         let running = &mut self.running[process];
         let _ = kill_process_group(running.pid, Signal::KILL);
@@ -310,7 +313,7 @@ impl StartedProcesses {
     }
 }
 
-/// The failure of a process that ends its job.
+/// The first failure of a process, which ends the job.
 #[derive(Clone, Copy)]
 struct FirstFailure {
     place: ProcessId,
@@ -318,27 +321,28 @@ struct FirstFailure {
     at: Instant,
 }
 
-/// A job while its processes run, as the launcher watches it.
+/// The launcher's state while it watches a running job.
 ///
-/// After a first failure or a signal it ends the remaining processes: grace, then SIGTERM, then
-/// SIGKILL. In a job that recovers, new processes are started in place of lost ones before that.
+/// After a first failure or a signal it ends the remaining processes: a grace period, then SIGTERM,
+/// then SIGKILL. In a job that recovers, it first tries to replace lost processes.
 struct JobWatch<'a, F> {
     job: StartedProcesses,
     launch: &'a Launch,
     server: &'a RendezvousServer,
-    /// Starts a process by its number.
+    /// Function that starts the process with a given number.
     start: F,
     replacing: ProcessReplacement,
-    /// Number of processes that were started at first.
+    /// Number of processes that were started with the job.
     first_ones: usize,
     ending: EndingPhase,
     first: Option<FirstFailure>,
     stop: JobStop,
-    /// The end of the process that was lost last.
+    /// The way in which the most recently lost process ended.
     lost: Option<ExitKind>,
-    /// The errors that are held back are shown at the end, or at this time if that is late.
+    /// The time at which held errors are shown if the job has not ended by then; `None` until the
+    /// job begins to end.
     show_at: Option<Instant>,
-    /// The errors that were shown before the end, by the number of their process.
+    /// The errors shown before the end of the job, by the number of the process.
     shown: Vec<(usize, Vec<String>)>,
 }
 
@@ -368,7 +372,7 @@ where
         }
     }
 
-    /// Waits until all processes have ended.
+    /// Handles events until all processes have ended. Returns the result of the job.
     fn run(mut self, happened: &Receiver<JobEvent>) -> JobOutcome {
         while self.must_wait() {
             self.tell_if_processes_may_start();
@@ -397,8 +401,8 @@ where
         self.outcome()
     }
 
-    /// True while a process runs, or while the job goes on with processes from elsewhere: they need
-    /// the rendezvous service of this launcher.
+    /// True while a process runs. Also true while processes of other launchers keep the job going,
+    /// because they need this launcher's rendezvous service.
     fn must_wait(&self) -> bool {
         if self.job.is_any_alive() {
             return true;
@@ -419,8 +423,8 @@ where
         JobStanding::of(self.server, self.launch.processes)
     }
 
-    /// Tells the rendezvous service if processes may still come for free places: new ones, or ones
-    /// that have started and not joined yet.
+    /// Tells the rendezvous service whether processes may still come for free places: replacements
+    /// not started yet, or processes that have not joined yet.
     fn tell_if_processes_may_start(&self) {
         if !self.replacing.recovers() {
             return;
@@ -432,7 +436,7 @@ where
         self.server.may_start(may_start);
     }
 
-    /// Waits for an event, at most until the next deadline.
+    /// Waits for an event, but not beyond the next deadline.
     fn next_event(&mut self, happened: &Receiver<JobEvent>) -> Result<JobEvent, RecvTimeoutError> {
         match self.ending {
             EndingPhase::Grace(until) | EndingPhase::Asked(until) => {
@@ -499,14 +503,14 @@ where
         }
     }
 
-    /// Begins to end the job, unless it ends already.
+    /// Starts the grace period that ends the job, unless the job is ending already.
     fn begin_grace(&mut self) {
         if matches!(self.ending, EndingPhase::NotYet) {
             self.ending = EndingPhase::Grace(after(Instant::now(), self.launch.grace));
         }
     }
 
-    /// Handles the end of a process. `ended` counts the processes in the order of their starts.
+    /// Handles the end of a process. `ended` is its index in the order of starts.
     fn handle_end(&mut self, ended: usize) {
         let how = self.job.reap(ended);
         let is_ending = !matches!(self.ending, EndingPhase::NotYet);
@@ -559,8 +563,8 @@ where
         self.begin_grace();
     }
 
-    /// Starts a process in place of a lost one with this number, if one is left and the job goes
-    /// on.
+    /// Replaces the lost process `number` by a new one, if one may still be started and the job
+    /// goes on.
     fn replace(&mut self, number: usize, job: &JobStanding) {
         if job.is_over || !self.replacing.take_one() {
             return;
@@ -581,7 +585,7 @@ where
         }
     }
 
-    /// Notes a failure if it is the first one, or its cause: see [`SAME_MOMENT`].
+    /// Records a failure if it is the first, or if it caused the first: see [`SAME_MOMENT`].
     fn note_failure(&mut self, place: ProcessId, how: ExitKind) {
         match (self.first, self.ending) {
             (None, _) => {
@@ -620,8 +624,8 @@ where
         }
     }
 
-    /// Looks for places that nobody takes, and starts a process for one. Ends a job that needs none
-    /// of its living processes any more. Kills a process if the user asked for chaos.
+    /// Starts a process if a place of the job is free. Ends a job that no longer needs its living
+    /// processes. Kills a process if the user asked for chaos.
     fn look_at_places(&mut self) {
         let job = self.standing();
         let alive: Vec<(usize, usize)> = (0..self.job.running.len())
@@ -657,7 +661,8 @@ where
         }
     }
 
-    /// Finds the failure that ended the job, and shows the errors that it does not contain.
+    /// Determines the failure that ended the job. Prints the held errors that this failure does not
+    /// contain.
     fn outcome(mut self) -> JobOutcome {
         let recovers = self.replacing.recovers();
         let ended = EndedJob::of(&self.job.running, self.standing(), recovers, self.lost);
@@ -733,8 +738,8 @@ where
         }
     }
 
-    /// Returns the end that failed the job first, and true if it is that of a place in which no
-    /// process has ended the program.
+    /// Returns the end of the process that made the job fail first. The flag is true if no process
+    /// failed but none has ended the program at that place.
     fn first_end(&self, ended: &EndedJob) -> (Option<PlaceEnd>, bool) {
         let open = ended.open_place();
         let first = self
@@ -750,7 +755,7 @@ where
         }
     }
 
-    /// True if the user has stopped the job, and a process has ended over something else.
+    /// True if the user has stopped the job but this end has another reason.
     fn is_odd(&self, end: PlaceEnd, reports: &[(ProcessId, FailureReport)]) -> bool {
         // A job that recovers goes on without a killed process.
         let may_be_killed = matches!(self.ending, EndingPhase::Killed) || self.replacing.recovers();
@@ -760,8 +765,8 @@ where
                 .explains(end.place.index(), end.how, reports, may_be_killed)
     }
 
-    /// Shows the errors of a job that the user has stopped, but for those of processes that only
-    /// report the end of others.
+    /// Prints the errors of a job that the user has stopped. Omits those of processes that only
+    /// report the end of other processes.
     fn show_stop(
         &self,
         signal: Signal,
@@ -788,21 +793,21 @@ where
     }
 }
 
-/// A job after the ends of all its processes.
+/// A job all of whose processes have ended.
 struct EndedJob {
     standing: JobStanding,
     recovers: bool,
-    /// (Number with which a process was started, its end), in the order of the starts.
+    /// (number, way in which the process ended) of each process, in the order of starts.
     ends: Vec<(usize, ExitKind)>,
-    /// The numbers of the launcher's processes.
+    /// The numbers of the processes that this launcher started.
     ours: Vec<usize>,
-    /// The last end of a process in each place.
+    /// The way in which the last process at each place (rank) ended.
     by_place: Vec<ExitKind>,
 }
 
 impl EndedJob {
-    /// Finds the end of each place. One without a process of its own has ended as `lost`, the
-    /// process that was lost last.
+    /// Determines the end at each place. A place without a known end counts as ended like `lost`,
+    /// the most recently lost process.
     fn of(
         running: &[StartedProcess],
         standing: JobStanding,
@@ -844,7 +849,7 @@ impl EndedJob {
         (0..self.standing.places as u32).map(ProcessId)
     }
 
-    /// Returns the place of the process that was started with this number.
+    /// Returns the place of the process that was started as `number`.
     fn place_of(&self, number: usize) -> Option<ProcessId> {
         match self.recovers {
             true => self.standing.place(number),
@@ -856,7 +861,7 @@ impl EndedJob {
         self.standing.has_left_elsewhere(place, &self.ours)
     }
 
-    /// Returns the first place of a job that recovers in which no process has ended the program.
+    /// Returns the first place at which no process has ended the program, if the job recovers.
     fn open_place(&self) -> Option<ProcessId> {
         let ends = || self.ends.iter().copied();
         self.places().find(|place| {
@@ -866,8 +871,8 @@ impl EndedJob {
         })
     }
 
-    /// True if another process has ended well in a place in which one has failed: a spare that took
-    /// it while the job ended.
+    /// True if a process has ended successfully at `place` after another failed there: a spare took
+    /// the place while the job ended.
     fn has_ended_well_instead(&self, place: ProcessId) -> bool {
         self.recovers && self.by_place[place.index()] == ExitKind::Exit(0)
     }
@@ -883,8 +888,8 @@ impl Drop for StartedProcesses {
     }
 }
 
-/// Waits for the end of a process and reports it. `place` counts the processes in the order of
-/// their starts.
+/// Waits for the end of a process and sends it as an event. `place` is the process's index in the
+/// order of starts.
 fn report_end(pid: Pid, place: usize, events: &Sender<JobEvent>) {
     // NOWAIT leaves the process unreaped, so that the system cannot reuse its pid yet.
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;

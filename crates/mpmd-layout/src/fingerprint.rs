@@ -1,6 +1,7 @@
 //! Hashes that are the same on every process and in every run, unlike the standard library's.
 
-/// Builds a 64-bit fingerprint from words and texts. Order matters.
+/// Builder of a 64-bit fingerprint of numbers and texts. The order in which they are mixed in
+/// matters.
 #[derive(Clone, Debug)]
 #[doc(hidden)]
 pub struct Fingerprint(u64);

@@ -9,7 +9,8 @@
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Key(pub u64);
 
-/// Last word of the counter. It keeps the outputs for numbers apart from those for keys.
+/// Last word of the Philox counter when [`bits`] draws random numbers. [`Key::fold_in`] uses
+/// another one, so that the two never give the same output.
 const NUMBERS: u32 = 0;
 const KEYS: u32 = 1;
 
@@ -60,7 +61,8 @@ pub fn normal_f64(key: Key, element: u64) -> f64 {
     (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos()
 }
 
-/// Returns the place of `index` in a permutation of `0..count` that depends on the key alone.
+/// Returns the position of `index` in a pseudorandom permutation of `0..count`. The permutation
+/// depends only on `key` and `count`.
 ///
 /// # Panics
 ///

@@ -173,7 +173,7 @@ impl Region {
     }
 }
 
-/// Collects one (start, end) pair for each dimension. The end is exclusive.
+/// Builds a region from (start, end) pairs, one for each dimension. The end is exclusive.
 ///
 /// # Panics
 ///

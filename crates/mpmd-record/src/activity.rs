@@ -13,22 +13,22 @@ pub struct Activity {
     pub steps: u64,
     /// Number of operations that the program has issued.
     pub issued: u64,
-    /// Number of operations with a part on this process that have not ended.
+    /// Number of operations in which this process takes part and that have not ended.
     pub in_flight: usize,
-    /// Bytes of memory that these operations have reserved for their results.
+    /// Bytes of memory reserved for the results of the operations in flight.
     pub in_flight_bytes: u64,
-    /// The activity of the program thread.
+    /// Description of the program thread's current activity.
     pub program: String,
     /// The activity of each device of the process.
     pub devices: Vec<DeviceActivity>,
-    /// The oldest operation for which this process waits, and the other process. `None` if it waits
-    /// for no other.
+    /// Description of the oldest operation that waits for another process, with that process.
+    /// `None` if there is no such wait.
     pub wait: Option<String>,
     /// The memory of the process, in bytes.
     pub memory: MemoryActivity,
-    /// Payload bytes of arrays and collectives sent so far, indexed by destination process.
+    /// Payload bytes of arrays and collectives sent so far, indexed by receiving process.
     pub bytes_sent: Vec<u64>,
-    /// Number of messages with these bytes, indexed by destination process.
+    /// Number of messages with payload sent so far, indexed by receiving process.
     pub messages_sent: Vec<u64>,
 }
 
@@ -39,10 +39,10 @@ pub struct DeviceActivity {
     pub device: String,
     /// The operation on which the device works, with its label and line. `None` if it is idle.
     pub operation: Option<String>,
-    /// Time for which the device has worked on it, in seconds. It is measured at intervals, so it
-    /// is `None` for an operation that began a moment ago.
+    /// Seconds for which the device has worked on `operation`. Measured at intervals, so it is
+    /// `None` for an operation that began a moment ago.
     pub seconds: Option<f32>,
-    /// Number of operations issued to the device behind this one.
+    /// Number of later operations that are queued on the device.
     pub behind: usize,
 }
 
@@ -53,11 +53,11 @@ pub struct MemoryActivity {
     pub live: u64,
     /// Largest device memory in use so far.
     pub peak: u64,
-    /// The sum of the limits of the process's devices. `None` without limits.
+    /// Sum of the memory limits of the process's devices. `None` if they have no limits.
     pub limit: Option<u64>,
-    /// Host memory that arrays use now.
+    /// Host memory in use by arrays now.
     pub host: u64,
-    /// Memory lent to other processes and not returned yet.
+    /// Memory that is lent to other processes now.
     pub lent: u64,
 }
 

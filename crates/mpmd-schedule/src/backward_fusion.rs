@@ -2,14 +2,15 @@
 
 use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
 
-/// Returns the schedule with both gradients of some stages as one action, at the place of the input
-/// gradient. `fuses` says for each stage, from 0, if its gradients are joined.
+/// Returns the schedule with the two gradients of some stages joined to one action `B`, at the
+/// position of the input gradient `I`. `fuses` is indexed by stage: true joins the stage's
+/// gradients.
 ///
-/// If any action changes, the result has no overlapped pairs.
+/// If any action changes, the returned schedule has no overlapped pairs.
 ///
 /// # Errors
 ///
-/// As for [`Schedule::new`].
+/// The errors of [`Schedule::new`].
 pub fn fused(
     schedule: &Schedule,
     fuses: impl Fn(usize) -> bool,

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The costs of each stage, in order, in one common unit of time.
+/// The costs of all stages, in order, in one unit of time.
 ///
 /// As TOML:
 ///
@@ -18,7 +18,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Costs {
-    /// The name of the unit, for people: `s`, or `unit` if costs are only relative to each other.
+    /// The displayed name of the unit of time: `s`, or `unit` if the costs are only relative to
+    /// each other.
     #[serde(default = "relative")]
     pub unit: String,
     /// The costs, indexed by stage.
@@ -39,30 +40,30 @@ pub struct StageCosts {
     pub backward_input: f64,
     /// Time of the gradient of the parameters, in the unit of the costs.
     pub backward_weight: f64,
-    /// Time to send the outputs to the next stage, if that is on another rank, in the unit of the
-    /// costs.
+    /// Time to send the outputs to the next stage, if that stage is on another rank, in the unit of
+    /// the costs.
     #[serde(default)]
     pub send_forward: f64,
-    /// Time to send the gradient of the inputs to the stage before, if that is on another rank, in
-    /// the unit of the costs.
+    /// Time to send the gradient of the inputs to the previous stage, if that stage is on another
+    /// rank, in the unit of the costs.
     #[serde(default)]
     pub send_backward: f64,
-    /// Bytes that a forward pass keeps until the input gradient has ended.
+    /// Bytes that a forward pass keeps until the end of the input gradient.
     #[serde(default)]
     pub activation_bytes: u64,
-    /// Bytes that an input gradient keeps until the weight gradient has ended.
+    /// Bytes that an input gradient keeps until the end of the weight gradient.
     #[serde(default)]
     pub weight_residual_bytes: u64,
-    /// Bytes of the outputs, if they are sent to another rank.
+    /// Bytes of the outputs, counted if they are sent to another rank.
     #[serde(default)]
     pub output_bytes: u64,
-    /// Bytes of the gradient of the inputs, if it is sent to another rank.
+    /// Bytes of the gradient of the inputs, counted if it is sent to another rank.
     #[serde(default)]
     pub gradient_bytes: u64,
 }
 
 impl Costs {
-    /// Returns costs of one unit for every pass, and zero for transfers.
+    /// Returns costs in which every pass takes one unit of time and transfers take none.
     pub fn units(stages: usize) -> Self {
         let stage = StageCosts {
             forward: 1.0,
@@ -76,7 +77,7 @@ impl Costs {
         }
     }
 
-    /// Returns true if the costs of any stage include bytes kept between its passes.
+    /// Returns true if the costs of any stage have bytes that it keeps between its passes.
     pub fn says_bytes(&self) -> bool {
         self.stage
             .iter()
@@ -87,7 +88,7 @@ impl Costs {
     ///
     /// # Panics
     ///
-    /// If a number of bytes is above `i64::MAX`, which TOML does not have.
+    /// If a number of bytes is above `i64::MAX`, the largest integer of TOML.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("numbers and a text")
     }

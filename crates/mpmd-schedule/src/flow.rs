@@ -6,44 +6,47 @@ use super::lower::{LowerError, Lowered};
 use super::schedule::{ActionKind, Schedule};
 use super::step::{Step, StepKind};
 
-/// All work of all processes, with numbers instead of names: nodes that compute, each in the queue
-/// of one lane, and transfers between processes.
+/// The work of all processes as a graph: nodes, which are computations, and transfers between
+/// processes. Nodes and transfers have numbers instead of names.
 ///
-/// A node begins after the node before it in its lane and after the nodes that it
-/// [needs](Node::needs). It also waits for the transfers that it [takes](Node::takes). A transfer
-/// begins after its [source](Transfer::after), when both sides have reached it in the order of
-/// their posts. The channel defines when a side has reached a transfer.
+/// Each node is in the queue of one lane. A node begins after the previous node of its lane and
+/// after the nodes that it [needs](Node::needs). It also waits for the transfers that it
+/// [takes](Node::takes). A transfer begins after its [source](Transfer::after), once both its
+/// processes have reached it in the order of their posts. The [`Channel`](crate::check::Channel)
+/// defines when a process has reached a transfer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Flow {
-    /// The process of each lane, indexed by lane. A lane is a device, or a rank of a schedule. It
-    /// runs its nodes one at a time, in the order of their numbers.
+    /// The process of each lane, indexed by lane. A lane is a device, or a rank of a schedule. Each
+    /// lane runs its nodes one at a time, in the order of their numbers.
     pub lanes: Vec<u32>,
-    /// Number of processes.
+    /// Number of processes of the job.
     pub processes: u32,
-    /// All nodes in one global order: a node comes after the nodes of its process that it needs.
+    /// All nodes in one global order: each node comes after the nodes that it needs.
     pub nodes: Vec<Node>,
-    /// All transfers.
+    /// All transfers between processes.
     pub transfers: Vec<Transfer>,
-    /// Concatenated lists of the nodes that nodes need; [`Node::needs`] has the bounds.
+    /// Lists of needed nodes, one list after the other; [`Node::needs`] is the range of a node's
+    /// list.
     pub needs: Vec<u32>,
-    /// Concatenated lists of the transfers that nodes take; [`Node::takes`] has the bounds.
+    /// Lists of awaited transfers, one list after the other; [`Node::takes`] is the range of a
+    /// node's list.
     pub takes: Vec<u32>,
-    /// For each process, the order in which it posts its ends of transfers.
+    /// The sends and receives of each process, in the order in which it posts them.
     pub posts: Vec<Vec<Post>>,
 }
 
-/// A computation.
+/// A node of a [`Flow`]: one computation on a lane.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Node {
-    /// The lane that computes the node: an index in [`Flow::lanes`].
+    /// Index in [`Flow::lanes`] of the lane that computes the node.
     pub lane: u32,
-    /// (first index, count) in [`Flow::needs`] of the nodes that must have ended before this node.
-    /// They are of the same process.
+    /// (first index, count) in [`Flow::needs`] of the nodes that must end before this node begins.
+    /// They belong to the same process.
     pub needs: (u32, u32),
     /// (first index, count) in [`Flow::takes`] of the transfers that must be received before this
-    /// node.
+    /// node begins.
     pub takes: (u32, u32),
-    /// Identifies the node for the creator of the flow: the index of an action, or of an operation.
+    /// A tag chosen by the creator of the flow: the index of an action or of an operation.
     pub tag: u32,
 }
 
@@ -54,16 +57,16 @@ pub struct Transfer {
     pub from: u32,
     /// The receiving process.
     pub to: u32,
-    /// The number of the node that computes the data; `u32::MAX` if the data exist from the
+    /// The number of the node that computes the data. `u32::MAX` if the data exist from the
     /// beginning.
     pub after: u32,
-    /// Size in bytes.
+    /// Size of the transfer in bytes.
     pub bytes: u64,
-    /// Identifies the transfer for the creator of the flow.
+    /// A tag chosen by the creator of the flow.
     pub tag: u32,
 }
 
-/// One end of a transfer, posted by a process.
+/// A send or receive of a transfer, posted by a process.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Post {
     /// Sends the transfer of this number.
@@ -98,11 +101,11 @@ impl Flow {
         Self::of_lowered(&super::lower::lower(schedule)?, Leaves::AtOnce)
     }
 
-    /// Builds the flow of rows that contain their own sends and receives. `B` becomes two nodes.
-    /// Tags are those of [`StepNames`].
+    /// Builds the flow of rows that contain sends and receives. A `B` becomes two nodes.
+    /// [`StepNames`] decodes the tags.
     ///
-    /// If another rank needs data that no rank sends or receives, the transfer has no ends. The
-    /// check reports it.
+    /// If a rank needs data of another rank but the rows lack the send or receive, nobody posts the
+    /// transfer. The check then reports the missing send or receive.
     ///
     /// # Errors
     ///
@@ -120,8 +123,8 @@ impl Flow {
 }
 
 impl Flow {
-    /// Makes each send wait for all nodes before it in its row. Makes overlapped pairs begin
-    /// together.
+    /// Makes each send wait for all nodes before it in its row. Makes the two actions of an
+    /// overlapped pair begin together.
     fn in_order(mut self, rows: &Lowered) -> Self {
         // Nodes and posts have the order of the rows.
         let mut node = 0;
@@ -165,26 +168,27 @@ impl Flow {
     }
 }
 
-/// Returns the part of `list` that a pair (first index, count) of a node names.
+/// Returns the part of `list` given by a node's (first index, count).
 fn slice(list: &[u32], part: (u32, u32)) -> &[u32] {
     let (first, count) = part;
     &list[first as usize..(first + count) as usize]
 }
 
-/// The time at which a rank can send its results.
+/// The moment at which a rank can send its results.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Leaves {
-    /// As soon as the result exists. The gradient of a `B` leaves before its second half. This
-    /// framework's runner does so.
+    /// As soon as the result exists. The input gradient of a `B` leaves before the weight gradient
+    /// is computed. The runner of this framework sends at this moment.
     #[default]
     AtOnce,
-    /// When all computations before the send in its row have ended, including both halves of a `B`.
-    /// An overlapped pair begins when both actions can begin, and both must have ended. Torch does
-    /// so, because its streams are in order. The closed forms in the literature assume this.
+    /// After all computations before the send in its row, including both gradients of a `B`. An
+    /// overlapped pair begins when both its actions can begin, and a send after it waits for both.
+    /// Torch sends at this moment because its streams are in order. The closed forms in the
+    /// literature assume it.
     InOrder,
 }
 
-/// An error in rows of steps. The caller is at fault.
+/// An error in the rows of steps. The caller is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FlowError {
@@ -199,21 +203,21 @@ pub enum FlowError {
         /// Number of microbatches.
         microbatches: usize,
     },
-    /// A step of a rank is invalid.
+    /// A step cannot be on its rank, or at its position.
     #[error("rank {rank}, step {place}: {step} {problem}")]
     Step {
-        /// The rank.
+        /// The rank whose row has the step.
         rank: usize,
-        /// Index of the step on the rank, from 0.
+        /// Position of the step in the rank's row, from 0.
         place: usize,
         /// The step, as in torch's text format.
         step: String,
-        /// The problem.
+        /// The reason that the step is invalid.
         problem: StepProblem,
     },
 }
 
-/// A reason why a step cannot be on its rank. The text continues a sentence that begins with the
+/// The reason that a step cannot be on its rank. Its text continues a sentence whose subject is the
 /// step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -227,7 +231,7 @@ pub enum StepProblem {
     /// The rank computes the same step earlier.
     #[error("is computed twice")]
     ComputedTwice,
-    /// There is no transfer for a send or a receive.
+    /// No result moves between ranks by this send or receive.
     #[error("moves data that one of its two ranks does not compute, or that stays on one rank")]
     NoTransfer,
     /// A send or a receive is on the wrong rank.
@@ -241,13 +245,14 @@ pub enum StepProblem {
     MovedTwice,
 }
 
-/// Decodes the tags of a flow of a schedule. A tag is a packed step.
+/// The decoder of tags in the flow of a schedule. A tag is a [`Step`] packed into 32 bits.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct StepNames {
     microbatches: u32,
 }
 
-/// The kinds of steps, indexed by their number in a tag. The last is the second half of a `B`.
+/// The kinds of steps, indexed by their number in a tag. The last entry is the weight gradient of a
+/// `B`.
 const KINDS: [StepKind; 9] = [
     StepKind::Compute(ActionKind::Forward),
     StepKind::Compute(ActionKind::BackwardInput),
@@ -260,11 +265,11 @@ const KINDS: [StepKind; 9] = [
     StepKind::Compute(ActionKind::Backward),
 ];
 const SECOND_HALF: u32 = 8;
-/// The number of kinds that a tag has room for.
+/// Number of step kinds that a tag can encode.
 const RADIX: u32 = 16;
 
 impl StepNames {
-    /// Creates the decoder for a flow with this number of microbatches.
+    /// Creates the decoder for a flow with `microbatches` microbatches.
     pub fn new(microbatches: usize) -> Self {
         Self {
             microbatches: u32::try_from(microbatches).unwrap_or(u32::MAX).max(1),
@@ -282,7 +287,7 @@ impl StepNames {
         )
     }
 
-    /// Returns the step of a node's or transfer's tag. For a transfer this is the send.
+    /// Returns the step that a tag of a node or transfer stands for. For a transfer it is the send.
     pub fn step(self, tag: u32) -> Step {
         let at = tag / RADIX;
         let kind = tag % RADIX;
@@ -294,14 +299,14 @@ impl StepNames {
         }
     }
 
-    /// Returns true if a tag belongs to the weight gradient that ends a `B`. The first half of the
-    /// `B` has another tag, for the same step.
+    /// Returns true if a tag belongs to the weight gradient of a `B`. The input gradient of the `B`
+    /// has another tag that stands for the same step.
     pub fn is_second_half(self, tag: u32) -> bool {
         tag % RADIX == SECOND_HALF
     }
 
-    /// Sets the bytes of the transfers to those in `costs`. Transfers of stages without costs stay
-    /// unchanged.
+    /// Sets the bytes of each transfer as `costs` gives them. Transfers of stages without costs
+    /// stay unchanged.
     pub(crate) fn weigh(self, flow: &mut Flow, costs: &Costs) {
         for transfer in &mut flow.transfers {
             let step = self.step(transfer.tag);
@@ -324,7 +329,7 @@ impl StepNames {
 
 const NONE: u32 = u32::MAX;
 
-/// Builds a flow. Its tables have the numbers of nodes and transfers, indexed by stage and
+/// Builder of a [`Flow`]. Its tables hold numbers of nodes and transfers, indexed by stage and
 /// microbatch.
 struct FlowBuilder {
     names: StepNames,
@@ -332,11 +337,12 @@ struct FlowBuilder {
     /// The rank that computes each stage.
     rank_of_stage: Vec<u32>,
     forward: Vec<u32>,
-    /// Nodes of `I`, or of the first half of `B`.
+    /// Nodes of input gradients: each `I`, and the first half of each `B`.
     input: Vec<u32>,
-    /// Nodes of `W`, or of the second half of `B`.
+    /// Nodes of weight gradients: each `W`, and the second half of each `B`.
     weight: Vec<u32>,
-    /// Transfers of the stage's outputs. The next table has those of the gradient of its inputs.
+    /// Transfers of each stage's outputs. `gradient` has the transfers of the gradients of its
+    /// inputs.
     outputs: Vec<u32>,
     gradient: Vec<u32>,
     flow: Flow,
@@ -556,7 +562,7 @@ impl FlowBuilder {
         Ok(())
     }
 
-    /// Sets, for each node, the nodes that it needs and the transfers that it takes.
+    /// Fills in the nodes that each node needs and the transfers that it takes.
     fn add_inputs(&mut self) {
         for node in 0..self.flow.nodes.len() {
             let tag = self.flow.nodes[node].tag;

@@ -7,8 +7,8 @@ use super::schedule::{Action, ActionKind};
 /// One step of a rank: a computation, a send or a receive.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Step {
-    /// The stage, from 0: of a computation its own, of a send the sender's, of a receive the
-    /// receiver's.
+    /// The stage, from 0: the stage computed, the sender's for a send, the receiver's for a
+    /// receive.
     pub stage: u32,
     /// The kind of step.
     pub kind: StepKind,
@@ -19,13 +19,13 @@ pub struct Step {
 /// The kind of a step.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum StepKind {
-    /// An action of the schedule.
+    /// A computation of the schedule.
     Compute(ActionKind),
     /// Sends a stage's outputs to the next stage.
     SendForward,
-    /// Receives the outputs of the stage before.
+    /// Receives the outputs of the previous stage.
     ReceiveForward,
-    /// Sends the gradient of a stage's inputs to the stage before.
+    /// Sends the gradient of a stage's inputs to the previous stage.
     SendBackward,
     /// Receives the gradient of a stage's outputs from the next stage.
     ReceiveBackward,
@@ -36,7 +36,7 @@ impl Step {
     ///
     /// # Panics
     ///
-    /// If stage or microbatch are 2^32 or above.
+    /// If the stage or the microbatch is 2^32 or above.
     pub fn of_action(action: Action) -> Self {
         let small =
             |number: usize| u32::try_from(number).expect("stages and microbatches below 2^32");

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The past or planned work of the ranks of a pipeline, or of the processes of a job.
+/// The recorded or planned work of the ranks of a pipeline, or of the processes of a job.
 ///
 /// Times are in [`Timeline::unit`], from the beginning of the timeline.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
@@ -11,7 +11,7 @@ pub struct Timeline {
     pub title: String,
     /// `s` for seconds, or `unit` if times are only relative to each other.
     pub unit: String,
-    /// The time at which the last work ends.
+    /// End time of the last work, in [`Timeline::unit`].
     pub end: f64,
     /// Unit of memory: `B` for bytes, or a word such as `activations`. If it is empty, small
     /// numbers count as activations and large ones as bytes.
@@ -28,7 +28,8 @@ pub struct Timeline {
 pub struct TimelineMark {
     /// Start time of the step.
     pub at: f64,
-    /// End time of the step. With `None` it ends at the next mark, or at the end of the timeline.
+    /// End time of the step. `None` if the step ends at the next mark, or at the end of the
+    /// timeline.
     #[serde(default)]
     pub end: Option<f64>,
     /// Name of the step.
@@ -40,20 +41,20 @@ pub struct TimelineMark {
 pub struct TimelineRow {
     /// A name such as `rank 3`, or `process 1, cpu 0`.
     pub name: String,
-    /// Number of the process that the row belongs to; `None` if there is none.
+    /// Number of the process that the row belongs to; `None` if it belongs to no process.
     pub process: Option<u32>,
     /// Computations, sorted by start; they do not overlap.
     pub bars: Vec<Bar>,
     /// Outgoing transfers, sorted by start; they may overlap.
     pub moves: Vec<Bar>,
-    /// Times without computation between beginning and end of the timeline, in order, with their
-    /// reasons.
+    /// Intervals without computation, in order, each with its reason. They lie between the
+    /// beginning and the end of the timeline.
     pub gaps: Vec<TimelineGap>,
     /// Memory in use, in [`Timeline::memory_unit`]. Each value holds until the next point.
     pub memory: Vec<MemoryPoint>,
 }
 
-/// The kind of a bar.
+/// The kind of work that a bar shows.
 #[derive(
     Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize,
 )]
@@ -69,7 +70,7 @@ pub enum BarKind {
     Backward,
     /// The transfer of an array.
     Move,
-    /// Any other kind.
+    /// Any other work.
     #[default]
     Other,
 }
@@ -81,33 +82,32 @@ pub struct Bar {
     pub kind: BarKind,
     /// A name such as `2F7`, or the name of a kernel.
     pub name: String,
-    /// The stage of the work; `None` if it belongs to no stage.
+    /// The stage that is computed; `None` if the work belongs to no stage.
     pub stage: Option<u32>,
-    /// The microbatch of the work; `None` if it belongs to no single one.
+    /// The microbatch that is computed; `None` if the work belongs to no single microbatch.
     pub microbatch: Option<u32>,
     /// Start time, in [`Timeline::unit`].
     pub start: f64,
     /// End time, in [`Timeline::unit`].
     pub end: f64,
-    /// Bytes moved, for a transfer.
+    /// Bytes moved by a transfer; `None` for a computation.
     pub bytes: Option<u64>,
-    /// Index in [`Timeline::rows`] of a transfer's target.
+    /// Index in [`Timeline::rows`] of the row that receives the transfer; `None` for a computation.
     #[serde(default)]
     pub to: Option<u32>,
     /// Number of the operation in the program; `None` in a simulation.
     pub op: Option<u64>,
     /// Time at which the program issued the operation; `None` in a simulation.
     pub issued: Option<f64>,
-    /// Description of the last work that the bar waited for before its start. `None` if it did not
-    /// wait.
+    /// Description of the last work that this bar had to wait for. `None` if the bar did not wait.
     pub waited_for: Option<String>,
-    /// Planned (start, end), if there is a plan to compare with.
+    /// Planned (start, end), if the timeline is compared with a plan.
     pub planned: Option<(f64, f64)>,
     /// Source line that issued the operation, as `file:line:column`; `None` in a simulation.
     pub at: Option<String>,
 }
 
-/// A time in which a row computes nothing.
+/// An interval in which a row computes nothing.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct TimelineGap {
     /// Start time, in [`Timeline::unit`].
@@ -118,32 +118,32 @@ pub struct TimelineGap {
     pub waits_for: String,
 }
 
-/// The memory in use from a time on.
+/// A value of the memory in use, valid from a time until the next point.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct MemoryPoint {
-    /// Time from which the value holds, in [`Timeline::unit`].
+    /// Start of the value's validity, in [`Timeline::unit`].
     pub at: f64,
     /// Memory in use, in [`Timeline::memory_unit`].
     pub used: f64,
 }
 
-/// A step of a program, from its mark to its end. Steps may overlap.
+/// A step of a program, from its mark to its end time. Steps may overlap.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TimelineStep {
-    /// The name of the mark at its start.
+    /// The name of the step's mark.
     pub name: String,
     /// Start time, in [`Timeline::unit`].
     pub from: f64,
     /// End time, in [`Timeline::unit`].
     pub until: f64,
-    /// Time from the end of the previous step to the end of this one; of the first step, its
-    /// length.
+    /// Time from the end of the previous step to the end of this one, in [`Timeline::unit`]. For
+    /// the first step, its own length.
     pub takes: f64,
 }
 
 impl Timeline {
-    /// Returns the steps that take time, in order. A timeline without marks is one step without a
-    /// name.
+    /// Returns the steps of nonzero length, in order. A timeline without marks counts as one step
+    /// without a name.
     pub fn steps(&self) -> Vec<TimelineStep> {
         let next = self
             .marks
@@ -179,15 +179,15 @@ impl Timeline {
         steps
     }
 
-    /// Returns the step that takes the median time; of two in the middle, the shorter one. `None`
-    /// if there are no steps.
+    /// Returns the step of median duration; for an even number, the shorter of the two in the
+    /// middle. `None` if there are no steps.
     pub fn median_step(&self) -> Option<TimelineStep> {
         let mut steps = self.steps();
         steps.sort_by(|a, b| a.takes.total_cmp(&b.takes));
         (!steps.is_empty()).then(|| steps.swap_remove((steps.len() - 1) / 2))
     }
 
-    /// Returns the planned end of the last bar, or `None` if no bar has a plan.
+    /// Returns the latest planned end of a bar, or `None` if no bar has a planned end.
     pub fn planned_end(&self) -> Option<f64> {
         let bars = self.rows.iter().flat_map(|row| &row.bars);
         bars.filter_map(|bar| bar.planned)
@@ -195,8 +195,8 @@ impl Timeline {
             .reduce(f64::max)
     }
 
-    /// Returns the idle share of all rows' time between `from` and `until`, as a number from 0 to
-    /// 1. It is 0 for an empty interval or without rows.
+    /// Returns the fraction of the time between `from` and `until` in which the rows are idle, from
+    /// 0 to 1, over all rows. It is 0 for an empty interval or without rows.
     pub fn bubble(&self, from: f64, until: f64) -> f64 {
         let whole = (until - from) * self.rows.len() as f64;
         let busy: f64 = self.rows.iter().map(|row| row.busy(from, until)).sum();
@@ -205,14 +205,13 @@ impl Timeline {
 }
 
 impl TimelineRow {
-    /// Returns the time that the row computes between the times `from` and `until`, in the
-    /// timeline's `unit`.
+    /// Returns how long the row computes between `from` and `until`, in [`Timeline::unit`].
     pub fn busy(&self, from: f64, until: f64) -> f64 {
         let within = |bar: &Bar| (bar.end.min(until) - bar.start.max(from)).max(0.0);
         self.bars.iter().map(within).sum()
     }
 
-    /// Returns the largest memory in use at any time, in the timeline's `memory_unit`. `None` if
+    /// Returns the largest memory in use at any time, in [`Timeline::memory_unit`]. `None` if
     /// memory is not recorded.
     pub fn peak(&self) -> Option<f64> {
         self.memory.iter().map(|point| point.used).reduce(f64::max)

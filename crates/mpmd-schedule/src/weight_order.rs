@@ -3,16 +3,16 @@
 use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
 
 /// Returns the schedule with each stage's weight gradients in ascending order of microbatches. A
-/// weight gradient that comes too early moves behind that of the microbatch before it. If it was
-/// part of a combined `B`, its input gradient stays in place as an `I`.
+/// weight gradient that comes too early moves behind that of the previous microbatch. If it was
+/// part of a `B`, its input gradient stays at that position as an `I`.
 ///
-/// Sums of floats depend on their order. With this order the bits equal those of schedules with
+/// Sums of floats depend on their order. So the results are bit for bit those of any schedule with
 /// ascending weight gradients. The cost is memory: weight residuals are held for longer. If any
-/// action moves, the result has no overlapped pairs.
+/// action moves, the returned schedule has no overlapped pairs.
 ///
 /// # Errors
 ///
-/// As for [`Schedule::new`].
+/// The errors of [`Schedule::new`].
 pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
     let count = schedule.microbatches();
     let rows = schedule.rows().iter().map(|row| {

@@ -11,7 +11,7 @@ pub(super) fn address(host: &str, port: u16) -> String {
     }
 }
 
-/// Returns the error for a coordinator that is not `host:port`.
+/// Returns the error that `coordinator` has not the form `host:port`.
 pub(super) fn no_address(coordinator: &str) -> LaunchError {
     LaunchError::Variable {
         variable: ours::COORDINATOR.into(),
@@ -20,22 +20,22 @@ pub(super) fn no_address(coordinator: &str) -> LaunchError {
     }
 }
 
-/// Returns a port from 61440 to 65535, above Linux's ephemeral ports. It depends only on `job`, a
-/// number that all processes of a job share.
+/// Returns a port from 61440 to 65535, above Linux's ephemeral ports. The port depends only on
+/// `job`, a number that all processes of a job share.
 pub(super) fn derived_port(job: u64) -> u16 {
     61440 + (job % 4096) as u16
 }
 
-/// Computes the FNV-1a hash. All processes of a job must get the same value, independent of their
-/// build.
+/// Computes the FNV-1a hash of `text`. All processes of a job must get the same value, even from
+/// different builds.
 pub(super) fn hash(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     })
 }
 
-/// Returns the first host of a Slurm list: `node03` for `node[03-05,7],other`. `None` if it is
-/// malformed.
+/// Returns the first host of a Slurm node list: `node03` for `node[03-05,7],other`. `None` if the
+/// list is malformed.
 pub(super) fn first_host(nodes: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = nodes.trim();

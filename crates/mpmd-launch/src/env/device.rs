@@ -4,12 +4,12 @@
 use crate::{LaunchError, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
-/// Parses a value of `MPMD_DEVICE`: a kind of devices, or a comma-separated list of kinds by
-/// process.
+/// Parses a value of `MPMD_DEVICE`: one device kind, or a comma-separated list with one kind for
+/// each process.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Variable`] if one of them is not a kind.
+/// [`LaunchError::Variable`] if an entry is no device kind.
 pub fn device_kinds(text: &str) -> Result<Vec<DeviceKind>, LaunchError> {
     DeviceKind::list(text).ok_or_else(|| {
         wrong(
@@ -21,8 +21,8 @@ pub fn device_kinds(text: &str) -> Result<Vec<DeviceKind>, LaunchError> {
     })
 }
 
-/// Returns the device kind of each of the job's `processes`, from a value of `MPMD_DEVICE`. Its
-/// last kind applies to all further processes.
+/// Returns the device kind of each of the job's `processes`, from a value of `MPMD_DEVICE`. If the
+/// list is shorter, its last kind applies to all further processes.
 ///
 /// # Errors
 ///
@@ -42,7 +42,7 @@ pub fn kinds_by_process(text: &str, processes: usize) -> Result<Vec<DeviceKind>,
     Ok(kinds)
 }
 
-/// Returns the numbers of processes over which `devices` devices can be spread evenly: `1, 2, 4`.
+/// Returns, as text, the numbers of processes that divide `devices` devices evenly: `1, 2, 4`.
 #[doc(hidden)]
 pub fn process_counts(devices: usize) -> String {
     let roots = (1..).take_while(|count| devices / count >= *count);
@@ -60,7 +60,7 @@ pub fn process_counts(devices: usize) -> String {
 ///
 /// # Errors
 ///
-/// [`LaunchError::Variable`] if it is neither.
+/// [`LaunchError::Variable`] if the text is neither.
 pub fn cuda_collectives(text: &str) -> Result<CudaCollectives, LaunchError> {
     CudaCollectives::named(text).ok_or_else(|| LaunchError::Variable {
         variable: variables::CUDA_COLLECTIVES.to_owned(),

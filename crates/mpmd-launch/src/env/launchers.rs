@@ -4,30 +4,30 @@ use super::address::{address, derived_port, first_host};
 use super::vars::LauncherVars;
 use crate::{LaunchError, variables as ours};
 
-/// A job description from the variables of one launcher.
+/// A description of the job from the variables of one launcher.
 pub(super) struct LauncherJob {
     pub(super) source: &'static str,
     pub(super) process: u32,
     pub(super) processes: usize,
     pub(super) local_process: Option<usize>,
-    /// The rendezvous address to use without `MPMD_COORDINATOR`.
+    /// The rendezvous address to use if `MPMD_COORDINATOR` is not set.
     pub(super) coordinator: DefaultCoordinator,
     pub(super) hosted: bool,
-    /// Text that differs between jobs and between attempts at one. Empty if the launcher gives
+    /// Text that identifies the job and the attempt at running it. Empty if the launcher gives
     /// none.
     pub(super) job: String,
 }
 
-/// The rendezvous address that follows from a launcher's variables.
+/// The rendezvous address that a launcher's variables imply.
 pub(super) enum DefaultCoordinator {
-    /// The address, as `host:port`.
+    /// The address, in the form `host:port`.
     At(String),
-    /// The address does not follow. These variables are missing.
+    /// The variables do not determine an address; the named ones are missing.
     Needs(String),
 }
 
-/// Reads the variables of each launcher in turn and returns the first description. `None` if no
-/// launcher has set its variables. An error if those of a launcher are incomplete or invalid.
+/// Reads the variables of each launcher in turn and returns the first job description. `None` if no
+/// launcher has set its variables. Fails if a launcher's variables are incomplete or invalid.
 pub(super) fn ask(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     for find in [
         ours_says,
@@ -118,8 +118,8 @@ fn torchrun_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchE
     }))
 }
 
-/// Reads Open MPI's variables. Comes before Slurm: inside an allocation, `mpirun` starts its
-/// daemons by `srun`. The processes inherit their Slurm variables, which count daemons.
+/// Reads Open MPI's variables. Must run before `slurm_says`: in a Slurm allocation, `mpirun` starts
+/// its daemons by `srun`. So the processes inherit Slurm variables that describe the daemons.
 fn open_mpi_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     const SOURCE: &str = "Open MPI";
     if vars.get("OMPI_COMM_WORLD_RANK").is_none() {
@@ -150,8 +150,8 @@ fn open_mpi_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchE
     }))
 }
 
-/// Reads Slurm's variables, only inside a step (`srun`): a batch script has a rank too, but is one
-/// process.
+/// Reads Slurm's variables, but only inside a step (`srun`). A batch script has a rank too, but is
+/// only one process.
 fn slurm_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     const SOURCE: &str = "Slurm";
     let Some(nodes) = vars.get("SLURM_STEP_NODELIST") else {
@@ -203,7 +203,7 @@ fn pmi_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError>
     on_this_host_says(vars, "PMI", ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"])
 }
 
-/// Reads the variables of a launcher that says nothing of hosts.
+/// Reads the variables of a launcher that does not give the hosts of a job.
 fn on_this_host_says(
     vars: &LauncherVars<'_>,
     source: &'static str,

@@ -39,14 +39,14 @@ use super::{LaunchError, variables as ours};
 use mpmd_base::block::Spin;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
-/// The largest number of processes of a job, which is the limit of a dry run. It also keeps a bad
-/// value from taking all memory.
+/// Maximum number of processes of a job; a dry run has the same limit. It keeps a bad value from
+/// exhausting memory.
 const MOST_PROCESSES: usize = 1 << 20;
 
-/// The largest number of devices of a process, to keep a bad value from taking all memory.
+/// Maximum number of devices of a process. It keeps a bad value from exhausting memory.
 const MOST_DEVICES: usize = 1 << 20;
 
-/// This process's rank, its job and its settings, as its launcher gives them.
+/// The job, rank and settings of this process, as its launcher gives them in environment variables.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct JobEnv {
@@ -54,23 +54,24 @@ pub struct JobEnv {
     pub process: ProcessId,
     /// Number of processes in the job, without spares.
     pub processes: usize,
-    /// Number of spares, if the launcher says it: processes with numbers from `processes` on, which
-    /// wait for the place of one that is lost.
+    /// Number of spares, or `None` if the launcher does not give it. Spares are processes with
+    /// numbers from `processes` on, each of which waits to replace a lost process.
     pub spares: Option<usize>,
     /// True if this process was added to a running job.
     pub is_added: bool,
-    /// The number of this process among those on its host, from 0, if the launcher gives it.
+    /// The number of this process among the processes of its host, from 0. `None` if the launcher
+    /// does not give it.
     pub local_process: Option<usize>,
-    /// The address of the rendezvous, `host:port`.
+    /// The address of the rendezvous service, in the form `host:port`.
     pub coordinator: String,
-    /// True if the launcher runs the rendezvous service; else process 0 must.
+    /// True if the launcher runs the rendezvous service; otherwise process 0 must run it.
     pub hosted: bool,
     /// The job's secret: `MPMD_JOB_TOKEN`, or a token derived from the secret in
     /// `MPMD_JOB_TOKEN_FILE` and the launcher's job number and attempt. Without either variable,
-    /// derived from number and attempt alone.
+    /// the token is derived from job number and attempt alone.
     pub token: Token,
-    /// True if the token is derived only from the launcher's job number. Such a token keeps jobs
-    /// apart, but other users can guess it.
+    /// True if the token is derived only from the launcher's job number and attempt. Such a token
+    /// separates jobs, but other users can guess it.
     pub token_is_guessable: bool,
     /// The requested transport, such as `tcp`, if set.
     pub transport: Option<String>,
@@ -80,22 +81,23 @@ pub struct JobEnv {
     pub devices_per_process: Option<usize>,
     /// Device kind of each process, if set.
     pub device_kinds: Option<Vec<DeviceKind>>,
-    /// Path of collectives of CUDA devices (through the host or NCCL), if set.
+    /// The path of collectives between CUDA devices (through the host or NCCL), if set.
     pub cuda_collectives: Option<CudaCollectives>,
-    /// The peer timeout, for which processes wait for each other, if set.
+    /// The peer timeout, if set: the maximum time for which processes wait for each other.
     pub peer_timeout: Option<Duration>,
-    /// Name of this process's host, if it differs from the system's name.
+    /// The name of this process's host, if it must differ from the name that the system gives.
     pub host: Option<String>,
     /// True if the processes compare host values of any size.
     pub check_uncommitted: bool,
-    /// True if the replicas of each kernel's outputs are compared.
+    /// True if the replicas of each kernel's outputs are compared with each other.
     pub check_replicas: bool,
-    /// One kernel call in this many is recomputed on another process, if set; at least 1.
+    /// Sampling interval `n`, if set: one in `n` kernel calls is recomputed on another process and
+    /// compared. At least 1.
     pub check_replay: Option<u64>,
-    /// Settings of a dry run, if this process is one. `process` is then the process that it stands
-    /// for, or a number beyond the job.
+    /// The settings of a dry run, if this process performs one. The field `process` is then the
+    /// process that the dry run imitates, or a number beyond the job.
     pub dry_run: Option<DryRunEnv>,
-    /// The launcher that set the variables, for messages.
+    /// The name of the launcher that set the variables, for messages.
     pub source: &'static str,
 }
 
@@ -103,28 +105,31 @@ pub struct JobEnv {
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct DryRunEnv {
-    /// The output file of the dry run.
+    /// The file that the dry run writes.
     pub file: PathBuf,
-    /// The largest number of steps to run, if set.
+    /// Maximum number of steps to run, if set.
     pub steps: Option<u64>,
 }
 
 impl JobEnv {
-    /// Reads this process's environment. `None` if no launcher has started it: then it is a job of
-    /// one.
+    /// Reads the settings of this process from its environment variables. Returns `None` if no
+    /// launcher has started the process; it is then a job of one process.
     ///
-    /// Looks for the variables of these launchers, in this order: our own, torchrun, Open MPI,
+    /// Looks for the variables of these launchers, in this order: mpmd itself, torchrun, Open MPI,
     /// Slurm, PMIx, PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
     /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
-    /// `MPMD_CORES`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST`
-    /// and `MPMD_CHECK` count under every launcher. If `MPMD_DRY_RUN` is set, no launcher is asked.
-    /// The process is then a dry run of a job of `MPMD_DRY_RUN_PROCESSES` processes. It stands for
-    /// process `MPMD_DRY_RUN_PROCESS`, or for a number beyond the job.
+    /// `MPMD_CORES`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST` and
+    /// `MPMD_CHECK` count under every launcher.
+    ///
+    /// If `MPMD_DRY_RUN` is set, launchers' variables are ignored. The process is then a dry run of
+    /// a job of `MPMD_DRY_RUN_PROCESSES` processes. It imitates process `MPMD_DRY_RUN_PROCESS`, or
+    /// one with a number beyond the job.
     ///
     /// # Errors
     ///
     /// If a launcher's variables are incomplete, or a value is invalid. The error names every
-    /// variable that was read, or the invalid one. If a name is a misspelt variable of mpmd.
+    /// variable that was read, or the invalid one. Also if a variable's name is a misspelt name of
+    /// one of mpmd's variables.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
         unknown_variables::check()?;
         // A variable that is not Unicode counts as unset. But a process with an unreadable
@@ -141,8 +146,8 @@ impl JobEnv {
         Self::from_vars(&|name| std::env::var(name).ok(), &secret::owners())
     }
 
-    /// Returns the settings of a job of this process alone, which no launcher has started: those
-    /// variables that count under every launcher.
+    /// Returns the settings of a process that is a job by itself, without a launcher. Reads only
+    /// the variables that count under every launcher.
     ///
     /// # Errors
     ///
@@ -152,8 +157,8 @@ impl JobEnv {
         Self::settings(&|name| std::env::var(name).ok(), 1)
     }
 
-    /// Returns the settings of a job of `processes` before it starts: those variables that count
-    /// under every launcher, without its rendezvous and its token.
+    /// Returns the settings of a job of `processes` before it starts, without rendezvous address
+    /// and token. Reads only the variables that count under every launcher.
     ///
     /// # Errors
     ///
@@ -193,17 +198,18 @@ impl JobEnv {
         Ok(env)
     }
 
-    /// Reads the environment that the process `pid` was started with, as
-    /// [`from_env`](Self::from_env) does. Returns `None` if no launcher has started it. With
-    /// `user`, also if it runs as another user; then it reads no variables.
+    /// Reads the environment that the process `pid` was started with, otherwise like
+    /// [`from_env`](Self::from_env). Returns `None` if no launcher has started that process. If
+    /// `user` is given and the process runs as another user, returns `None` without reading
+    /// variables.
     ///
     /// Another user may have chosen these variables. So the file of `MPMD_JOB_TOKEN_FILE` is read
-    /// only if it belongs to the user of that process.
+    /// only if it belongs to the user of process `pid`.
     ///
     /// # Errors
     ///
-    /// If the variables cannot be read, or the process changes its user, as `sudo` does. Else as
-    /// [`from_env`](Self::from_env).
+    /// If the variables cannot be read, or the process changes its user, as `sudo` does. Also the
+    /// errors of [`from_env`](Self::from_env).
     pub fn of_process(pid: u32, user: Option<u32>) -> Result<Option<Self>, LaunchError> {
         let failed = |error: std::io::Error| {
             LaunchError::environment(format!("reading the variables of process {pid}"), error)
@@ -219,9 +225,9 @@ impl JobEnv {
         Self::from_vars(&look, &[owner])
     }
 
-    /// Returns the variables, (name, value), for a process that is added to the job of process
+    /// Returns the (name, value) variables for a process that joins the running job of process
     /// `pid`. They are the framework's variables of `pid`, with a rank beyond all others of the
-    /// job. `index` is different for each process that the caller adds.
+    /// job. `index` must differ between the processes that the caller adds.
     ///
     /// # Errors
     ///
@@ -264,7 +270,8 @@ impl JobEnv {
         Ok(variables)
     }
 
-    /// Reads the variables that `look` finds. A file with a secret must belong to one of `owners`.
+    /// Reads the settings from the variables that `look` returns. A file with a secret must belong
+    /// to one of `owners`.
     fn from_vars(
         look: &dyn Fn(&str) -> Option<String>,
         owners: &[u32],
@@ -287,10 +294,10 @@ impl JobEnv {
     }
 }
 
-/// The numbers of processes that are added to a job begin here.
+/// The first number of processes that are added to a running job.
 const ADDED_FROM: u32 = 1 << 30;
 
-/// Returns the variables that process `pid` of user `owner` was started with.
+/// Returns the variables that the process `pid`, owned by user `owner`, was started with.
 fn variables_of(pid: u32, owner: u32) -> std::io::Result<HashMap<String, String>> {
     let bytes = std::fs::read(format!("/proc/{pid}/environ"))?;
     // The number may belong to a new process by now.
@@ -308,8 +315,8 @@ fn variables_of(pid: u32, owner: u32) -> std::io::Result<HashMap<String, String>
 }
 
 impl JobEnv {
-    /// Returns this environment of a program with `spares` spares, which are the last of the
-    /// launcher's processes. Returns it unchanged if the launcher says its own number of spares.
+    /// Returns the settings of a job whose last `spares` processes are spares. Returns them
+    /// unchanged if the launcher gives a number of spares.
     ///
     /// # Errors
     ///
@@ -326,9 +333,9 @@ impl JobEnv {
         Ok(self)
     }
 
-    /// Returns the address at which process 0 must listen if it runs the rendezvous service. It has
-    /// the coordinator's port. The address is of all interfaces, unless the coordinator is on the
-    /// loopback interface. A service at `[::]` is also reached by IPv4.
+    /// Returns the address at which process 0 must listen if it runs the rendezvous service. The
+    /// port is the coordinator's. If the coordinator is on the loopback interface, so is the
+    /// address; otherwise it covers all interfaces. A service at `[::]` can be reached by IPv4 too.
     ///
     /// # Errors
     ///
@@ -347,8 +354,8 @@ impl JobEnv {
     }
 }
 
-/// Returns the user of the process `pid`. Fails if it does not run as one user alone. The owner of
-/// its folder in `/proc` will not do: that is root for a process that nobody may trace.
+/// Returns the user of the process `pid`. Fails unless the process runs as one user alone. Does not
+/// use the owner of the folder in `/proc`, which is root for a process that nobody may trace.
 fn user_of(pid: u32) -> std::io::Result<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let users = status
@@ -362,7 +369,8 @@ fn user_of(pid: u32) -> std::io::Result<u32> {
     }
 }
 
-/// Returns the environment of a dry run, with the variables that count under every launcher.
+/// Returns the settings of a dry run that writes to `file`, with the variables that count under
+/// every launcher.
 fn dry_run(vars: &LauncherVars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     const SOURCE: &str = "mpmd check";
     let processes = vars.needed(SOURCE, ours::DRY_RUN_PROCESSES)?;
@@ -403,8 +411,8 @@ fn dry_run(vars: &LauncherVars<'_>, file: String) -> Result<JobEnv, LaunchError>
     })
 }
 
-/// Combines a launcher's variables with those that count under every launcher. Fails if a value is
-/// missing or invalid.
+/// Completes a launcher's job description by the variables that count under every launcher. Fails
+/// if a value is missing or invalid.
 fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, LaunchError> {
     let LauncherJob {
         source,
@@ -497,14 +505,14 @@ fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, Launch
     })
 }
 
-/// The secret of a job.
+/// The secret of a job, and whether others can guess it.
 struct JobToken {
     token: Token,
-    /// True if others can guess it, as they can the name of the job.
+    /// True if other users can guess the secret, because only the job's name determines it.
     is_guessable: bool,
 }
 
-/// Reads the job's secret, or derives it. `job_name` differs between jobs.
+/// Reads the job's secret, or derives it from `job_name`, which differs between jobs.
 fn read_token(vars: &LauncherVars<'_>, job_name: &str) -> Result<JobToken, LaunchError> {
     let hex = vars.get(ours::JOB_TOKEN);
     let file = vars.get(ours::JOB_TOKEN_FILE);
@@ -561,7 +569,7 @@ fn check_cores(vars: &LauncherVars<'_>) -> Result<(), LaunchError> {
     Ok(())
 }
 
-/// The additional checks of `MPMD_CHECK`.
+/// The additional checks that `MPMD_CHECK` requests.
 #[derive(Default)]
 struct RequestedChecks {
     uncommitted: bool,

@@ -10,12 +10,12 @@ use rustix::process::geteuid;
 
 use crate::LaunchError;
 
-/// The shortest secret in bytes, so that it cannot be guessed, and the longest, to detect a wrong
-/// file.
+/// Minimum and maximum length of a secret in bytes. A shorter one could be guessed; a longer one
+/// suggests a wrong file.
 const LEAST: usize = 32;
 const MOST: usize = 4096;
 
-/// Permissions of the group and of others.
+/// Permission bits of the group and of other users.
 const OF_OTHERS: u32 = 0o077;
 
 /// Returns the ids of the users that this process trusts to own files: its own user and root.
@@ -23,18 +23,19 @@ pub(super) fn owners() -> [u32; 2] {
     [geteuid().as_raw(), 0]
 }
 
-/// Reads a secret from a file of this user or of root that no other user can read or write. Returns
-/// it without white space at its ends. `variable` names the setting that has the path, for the
-/// error.
+/// Reads a secret from a file that belongs to this user or root and that no other user can read or
+/// write. Trims white space at both ends. `variable` names the setting that has the path, for
+/// errors.
 ///
 /// # Errors
 ///
-/// For any other file, and if the secret has fewer than 32 bytes or more than 4096.
+/// If the file does not meet these conditions, or the secret has fewer than 32 bytes or more than
+/// 4096.
 pub fn read_secret(path: &str, variable: &'static str) -> Result<Vec<u8>, LaunchError> {
     read(path, variable, &owners())
 }
 
-/// Reads a secret as [`read_secret`] does, from a file of one of `owners`.
+/// Reads a secret like [`read_secret`], but from a file that belongs to one of `owners`.
 pub(super) fn read(
     path: &str,
     variable: &'static str,
@@ -54,12 +55,12 @@ pub(super) fn read(
     Ok(secret.to_vec())
 }
 
-/// Reads a file of this user or of root that no other user can read or write, of `most` bytes at
-/// most. `variable` names the setting that has the path, for the error.
+/// Reads a file of at most `most` bytes that belongs to this user or root and that no other user
+/// can read or write. `variable` names the setting that has the path, for errors.
 ///
 /// # Errors
 ///
-/// For any other file.
+/// If the file does not meet these conditions.
 pub fn read_private(
     path: &str,
     variable: &'static str,

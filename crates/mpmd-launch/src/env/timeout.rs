@@ -8,7 +8,7 @@ use crate::{LaunchError, variables};
 ///
 /// # Errors
 ///
-/// [`LaunchError::Variable`] if it is none.
+/// [`LaunchError::Variable`] if the text is no such number.
 pub fn peer_timeout(text: &str) -> Result<Duration, LaunchError> {
     let seconds = text.parse::<f64>().unwrap_or(f64::NAN);
     // More than a `Duration` can hold. `Duration::MAX` itself becomes such a value when written in

@@ -2,8 +2,8 @@
 
 use crate::{LaunchError, variables};
 
-/// The valid names of transports: `auto` is shared memory between processes that can share it, else
-/// TCP. A transport may still be unavailable here, which shows when it is opened.
+/// The valid names of transports. `auto` is shared memory between processes that can share it, else
+/// TCP. A transport may be unavailable on this machine, which shows when it is opened.
 pub const TRANSPORTS: [&str; 4] = ["auto", "shm", "tcp", "ucx"];
 
 /// Checks that `name` is a valid name of a transport. Does not check that the transport is
@@ -11,7 +11,8 @@ pub const TRANSPORTS: [&str; 4] = ["auto", "shm", "tcp", "ucx"];
 ///
 /// # Errors
 ///
-/// [`LaunchError::Variable`] of `MPMD_TRANSPORT`, with the valid names.
+/// [`LaunchError::Variable`] for `MPMD_TRANSPORT` if the name is invalid. The error lists the valid
+/// names.
 pub fn check_transport(name: &str) -> Result<(), LaunchError> {
     if TRANSPORTS.contains(&name) {
         return Ok(());

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::{LaunchError, variables as ours};
 
-/// All variables that programs, commands and tests read.
+/// All `MPMD_` variables that programs, commands and tests read.
 const KNOWN: [&str; 34] = [
     ours::RANK,
     ours::WORLD_SIZE,
@@ -42,22 +42,23 @@ const KNOWN: [&str; 34] = [
     "MPMD_SOAK_SECONDS",
 ];
 
-/// The beginning of all names that are looked at.
+/// Prefix of the variable names that are examined.
 const OURS: &str = "MPMD_";
 
-/// The beginning of the names that tests of this repository use.
+/// Prefix of the variable names that this repository's tests use.
 const TESTS: &str = "MPMD_TEST";
 
-/// The largest number of edits between a misspelt name and the one that is meant.
+/// Maximum number of edits between a misspelt name and a known name.
 const EDITS: usize = 2;
 
-/// A variable that begins with `MPMD_`, and that nothing reads.
+/// A variable whose name begins with `MPMD_` but that nothing reads.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct UnknownVariable {
     /// The name of the variable.
     pub name: String,
-    /// The known name that it is close to. Without one it is not of this framework: clusters
-    /// inject variables of services, such as `MPMD_X_SERVICE_HOST`.
+    /// The known name that the variable's name is close to. `None` if there is none; then something
+    /// else set the variable. For example, clusters inject variables of services, such as
+    /// `MPMD_X_SERVICE_HOST`.
     pub meant: Option<&'static str>,
 }
 
@@ -71,7 +72,8 @@ impl fmt::Display for UnknownVariable {
     }
 }
 
-/// Returns the variables of `environment` that begin with `MPMD_` and are not known, by name.
+/// Returns the variables of `environment` whose names begin with `MPMD_` and are not known, sorted
+/// by name.
 fn unknown_variables(
     environment: impl IntoIterator<Item = (String, String)>,
 ) -> Vec<UnknownVariable> {
@@ -104,7 +106,7 @@ pub fn unknown_variables_here() -> Vec<UnknownVariable> {
     unknown_variables(std::env::vars_os().map(|(name, value)| (text(name), text(value))))
 }
 
-/// Fails if a variable of this process is the misspelt name of a known one.
+/// Fails if the name of one of this process's variables is a misspelt known name.
 pub(crate) fn check() -> Result<(), LaunchError> {
     let misspelt = unknown_variables_here()
         .into_iter()
@@ -114,7 +116,7 @@ pub(crate) fn check() -> Result<(), LaunchError> {
     })
 }
 
-/// Returns the smallest number of inserted, deleted and replaced bytes that make `b` of `a`.
+/// Returns the minimum number of inserted, deleted and replaced bytes that turn `a` into `b`.
 fn edits(a: &str, b: &str) -> usize {
     let mut above: Vec<usize> = (0..=b.len()).collect();
     for (row, a) in a.bytes().enumerate() {

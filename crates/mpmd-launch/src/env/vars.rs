@@ -8,7 +8,7 @@ use super::address::{address, derived_port, hash};
 use super::launchers::DefaultCoordinator;
 use crate::{LaunchError, variables as ours};
 
-/// Environment variables. Records every lookup, so that errors can list them.
+/// The environment variables of a process. Records every lookup, so that errors can list them.
 pub(super) struct LauncherVars<'a> {
     look: &'a dyn Fn(&str) -> Option<String>,
     owners: &'a [u32],
@@ -16,8 +16,8 @@ pub(super) struct LauncherVars<'a> {
 }
 
 impl<'a> LauncherVars<'a> {
-    /// Creates an accessor to the variables that `look` finds. Files that they name must belong to
-    /// one of the users `owners`.
+    /// Creates an accessor to the variables that `look` returns. Files named in variables must
+    /// belong to one of the users `owners`.
     pub(super) fn new(look: &'a dyn Fn(&str) -> Option<String>, owners: &'a [u32]) -> Self {
         Self {
             look,
@@ -26,12 +26,13 @@ impl<'a> LauncherVars<'a> {
         }
     }
 
-    /// Returns the users that a file may belong to.
+    /// Returns the users that files named in variables may belong to.
     pub(super) fn owners(&self) -> &'a [u32] {
         self.owners
     }
 
-    /// Returns the trimmed value of a variable. An empty one counts as unset.
+    /// Returns the value of a variable without white space at its ends. An empty value counts as
+    /// unset.
     pub(super) fn get(&self, name: &str) -> Option<String> {
         let value = (self.look)(name)
             .map(|value| value.trim().to_owned())
@@ -42,8 +43,8 @@ impl<'a> LauncherVars<'a> {
         value
     }
 
-    /// Returns the number in a variable, or `None` if it is not set. Fails if the value is no
-    /// number.
+    /// Returns the value of a variable as a number, or `None` if the variable is not set. Fails if
+    /// the value is no number.
     pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<Option<T>, LaunchError> {
         let Some(value) = self.get(name) else {
             return Ok(None);
@@ -56,8 +57,8 @@ impl<'a> LauncherVars<'a> {
         number.map(Some)
     }
 
-    /// Returns the number in a variable that the launcher `source` must have set. Fails if it is
-    /// not set or no number.
+    /// Returns the value of a variable, which the launcher `source` must have set, as a number.
+    /// Fails if the variable is not set or is no number.
     pub(super) fn needed<T: FromStr>(
         &self,
         source: &'static str,
@@ -67,7 +68,7 @@ impl<'a> LauncherVars<'a> {
             .ok_or_else(|| self.half_set(source, name))
     }
 
-    /// Returns the error for a launcher that has set some variables but not `missing`.
+    /// Returns the error that a launcher has set some of its variables but not `missing`.
     pub(super) fn half_set(&self, source_name: &'static str, missing: &str) -> LaunchError {
         let looked = self.looked.borrow();
         let found: Vec<String> = looked
@@ -86,7 +87,8 @@ impl<'a> LauncherVars<'a> {
         }
     }
 
-    /// Returns a text that identifies an MPI job: the first of its variables that is set, if any.
+    /// Returns a text that identifies an MPI job: the value of the first of its job variables that
+    /// is set, if any.
     pub(super) fn namespace(&self) -> Option<String> {
         [
             "PMIX_NAMESPACE",
@@ -99,7 +101,8 @@ impl<'a> LauncherVars<'a> {
         .find_map(|name| self.get(name))
     }
 
-    /// Returns (rendezvous address, text that identifies the job) for an MPI job on one host.
+    /// Returns (rendezvous address, text that identifies the job) for an MPI job whose processes
+    /// are all on this host.
     pub(super) fn on_this_host(&self) -> (DefaultCoordinator, Option<String>) {
         let job = self.namespace();
         let coordinator = match &job {

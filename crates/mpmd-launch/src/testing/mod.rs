@@ -21,10 +21,10 @@ pub use running::RunningProcesses;
 pub use sandbox::{Sandbox, bare_command};
 pub use watched::Watched;
 
-/// Time between two checks of a process.
+/// Time between two checks of a process's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Time limit for killed processes to end, and for children to end after their parents.
+/// Time limit for killed processes to end, and for child processes to end after their parents.
 const END_WITHIN: Duration = Duration::from_secs(2);
 
 #[cfg(test)]

@@ -27,9 +27,9 @@ use crate::{Launch, LaunchError};
 /// # }
 /// ```
 ///
-/// They run in a folder of their own, which is also their `TMPDIR`, and write their output to files
-/// there. They inherit the environment without the variables of launchers and without settings
-/// (`MPMD_*`, `UCX_TLS`); set those that the test needs with [`Processes::env`].
+/// The processes run in a folder of their own, which is also their `TMPDIR`, and write their output
+/// to files there. They inherit the environment without the variables of launchers and without
+/// settings (`MPMD_*`, `UCX_TLS`). Set the variables that the test needs with [`Processes::env`].
 #[derive(Clone, Debug)]
 #[must_use = "nothing starts before `start`"]
 pub struct Processes {
@@ -64,14 +64,14 @@ impl Processes {
         self
     }
 
-    /// Sets an environment variable for the processes. Those that describe the job, such as
+    /// Sets an environment variable for the processes. Variables that describe the job, such as
     /// `MPMD_RANK`, cannot be set.
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.launch = self.launch.env(name, value);
         self
     }
 
-    /// Sets the peer timeout: the time for which the processes wait for each other.
+    /// Sets the peer timeout: the maximum time for which processes wait for each other.
     pub fn peer_timeout(mut self, peer_timeout: Duration) -> Self {
         self.launch = self.launch.peer_timeout(peer_timeout);
         self
@@ -83,15 +83,15 @@ impl Processes {
         self
     }
 
-    /// Starts all processes, and does not wait for them.
+    /// Starts all processes without waiting for them.
     ///
-    /// The calling thread must live until they have ended: the programs ask the system to end them
-    /// with it.
+    /// The calling thread must live until the processes have ended, because the programs ask the
+    /// system to kill them when it ends.
     ///
     /// # Errors
     ///
-    /// If there are no processes, or if the program, the folder or the rendezvous service cannot be
-    /// started. Then no process is left.
+    /// If the number of processes is 0, or if the program, the folder or the rendezvous service
+    /// cannot be started. Then no process remains.
     pub fn start(&self) -> Result<RunningProcesses, LaunchError> {
         let mut running = self.prepare()?;
         for process in 0..self.launch.processes {
@@ -100,12 +100,12 @@ impl Processes {
         Ok(running)
     }
 
-    /// Starts the rendezvous service and the time limit, but no process yet. Use it with
-    /// [`RunningProcesses::spawn`] to start processes late, or with different settings.
+    /// Starts the rendezvous service and the time limit, but no process yet. Start processes with
+    /// [`RunningProcesses::spawn`], at any time and with different settings.
     ///
     /// # Errors
     ///
-    /// Those of [`Processes::start`].
+    /// The errors of [`Processes::start`].
     pub fn prepare(&self) -> Result<RunningProcesses, LaunchError> {
         RunningProcesses::new(self)
     }

@@ -11,10 +11,11 @@ use rustix::process::Signal;
 use super::{END_WITHIN, POLL_INTERVAL, ProcessEnd, Processes, Sandbox, Watched};
 use crate::{Launch, LaunchError};
 
-/// The processes of a job that [`Processes::start`] has started, and their rendezvous service.
+/// The running processes of a test's job, and their rendezvous service. [`Processes::start`]
+/// creates it.
 ///
-/// Dropping it kills all of them and all processes that they have started, and deletes their
-/// folder. That takes milliseconds; if the system cannot end a process, a few seconds.
+/// Dropping it kills the processes and all processes that they have started, and deletes their
+/// folder. That takes milliseconds, or a few seconds if the system cannot end a process.
 ///
 /// Processes are numbered in the order of their start.
 pub struct RunningProcesses {
@@ -47,18 +48,19 @@ impl RunningProcesses {
     }
 
     /// Returns the command that starts process `process` of the job, with its arguments and
-    /// environment. It may be changed before [`RunningProcesses::spawn`].
+    /// environment. The test may change it before it calls [`RunningProcesses::spawn`].
     pub fn command(&self, process: usize) -> Command {
         let mut command = self.launch.command(process, &self.server, &self.token);
         self.sandbox.enclose(&mut command);
         command
     }
 
-    /// Starts one more process and returns its number, which counts the earlier ones.
+    /// Starts one more process and returns its number. Processes are numbered from 0 in the order
+    /// of starts.
     ///
     /// # Errors
     ///
-    /// If it cannot be started.
+    /// If the process cannot be started.
     pub fn spawn(&mut self, command: Command) -> Result<usize, LaunchError> {
         let number = self.processes.len();
         self.processes
@@ -81,7 +83,7 @@ impl RunningProcesses {
         self.processes.iter().map(Watched::pid).collect()
     }
 
-    /// Kills a process with SIGKILL. Does nothing if it has ended.
+    /// Kills a process with SIGKILL. Does nothing if the process has ended.
     ///
     /// # Errors
     ///
@@ -90,8 +92,8 @@ impl RunningProcesses {
         self.process(process)?.signal(Signal::KILL)
     }
 
-    /// Stops a process with SIGSTOP: it keeps its memory and connections, and does nothing until
-    /// [`RunningProcesses::resume`]. Does nothing if it has ended.
+    /// Stops a process with SIGSTOP. It keeps its memory and connections, and does nothing until
+    /// [`RunningProcesses::resume`]. Has no effect if the process has ended.
     ///
     /// # Errors
     ///
@@ -100,7 +102,7 @@ impl RunningProcesses {
         self.process(process)?.signal(Signal::STOP)
     }
 
-    /// Resumes a stopped process with SIGCONT. Does nothing if it has ended.
+    /// Resumes a stopped process with SIGCONT. Does nothing if the process has ended.
     ///
     /// # Errors
     ///
@@ -140,7 +142,7 @@ impl RunningProcesses {
     ///
     /// # Errors
     ///
-    /// Those of [`RunningProcesses::wait_for_output_of`].
+    /// The errors of [`RunningProcesses::wait_for_output_of`].
     pub fn wait_for_output(&mut self, text: &str) -> Result<(), LaunchError> {
         (0..self.processes.len()).try_for_each(|process| self.wait_for_output_of(process, text))
     }
@@ -149,8 +151,9 @@ impl RunningProcesses {
     ///
     /// # Errors
     ///
-    /// [`LaunchError::NotPrinted`] if it ends without printing `text`. [`LaunchError::Deadline`]
-    /// past the deadline; then all processes are killed. Another error if there is no such process.
+    /// [`LaunchError::NotPrinted`] if the process ends without printing `text`.
+    /// [`LaunchError::Deadline`] when the deadline has passed; then all processes are killed.
+    /// Another error if there is no such process.
     pub fn wait_for_output_of(&mut self, process: usize, text: &str) -> Result<(), LaunchError> {
         while !self.process(process)?.has_printed(text)? {
             self.pause(|_| format!("process {process} to print {text:?}"))?;
@@ -162,8 +165,8 @@ impl RunningProcesses {
     ///
     /// # Errors
     ///
-    /// [`LaunchError::Deadline`] past the deadline; then all processes are killed. Another error if
-    /// there is no such process.
+    /// [`LaunchError::Deadline`] when the deadline has passed; then all processes are killed.
+    /// Another error if there is no such process.
     pub fn wait_for(&mut self, process: usize) -> Result<ProcessEnd, LaunchError> {
         while !self.process(process)?.has_ended() {
             self.pause(|_| format!("the end of process {process}"))?;
@@ -176,8 +179,8 @@ impl RunningProcesses {
     ///
     /// # Errors
     ///
-    /// [`LaunchError::Deadline`] past the deadline; then all processes are killed.
-    /// [`LaunchError::LeftBehind`] if the processes have left others behind.
+    /// [`LaunchError::Deadline`] when the deadline has passed; then all processes are killed.
+    /// [`LaunchError::LeftBehind`] if processes that they started are still alive.
     pub fn wait(&mut self) -> Result<Vec<ProcessEnd>, LaunchError> {
         while !self.have_ended() {
             self.pause(|job| {
@@ -205,7 +208,7 @@ impl RunningProcesses {
         }
     }
 
-    /// Returns the states and the output so far of all processes, for the message of a failed test.
+    /// Returns the states and the output of all processes so far, for the message of a failed test.
     pub fn report(&self) -> String {
         self.processes
             .iter()
@@ -234,8 +237,8 @@ impl RunningProcesses {
         self.processes.iter().map(Watched::end).collect()
     }
 
-    /// Sleeps until the next check. Past the deadline kills all processes and fails; `awaited` then
-    /// describes the event that has not come.
+    /// Sleeps until the next check. If the deadline has passed, kills all processes and fails.
+    /// `awaited` describes the awaited event for the error.
     fn pause(&mut self, awaited: impl FnOnce(&mut Self) -> String) -> Result<(), LaunchError> {
         if Instant::now() < self.deadline {
             std::thread::sleep(POLL_INTERVAL);

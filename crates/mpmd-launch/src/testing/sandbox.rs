@@ -15,20 +15,21 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::{END_WITHIN, POLL_INTERVAL, Watched};
 use crate::LaunchError;
 
-/// The variable with the folder of temporary files. It marks the processes of a sandbox.
+/// The environment variable for the folder of temporary files. It marks the processes of a sandbox.
 const TEMPORARY: &str = "TMPDIR";
 
-/// A folder of one test. A process belongs to it if it works there, has one of its files open, or
-/// has the folder as the value of an environment variable.
+/// A temporary folder of one test. A process belongs to the folder if it works there, has one of
+/// its files open, or has the folder as the value of an environment variable.
 ///
-/// Dropping it kills these processes and deletes the folder. Daemons may have left their process
-/// group, their session and their parent, and still belong to it.
+/// Dropping it kills these processes and deletes the folder. A daemon still belongs to the folder
+/// after it has left its process group, session and parent.
 pub struct Sandbox {
     folder: PathBuf,
 }
 
 impl Sandbox {
-    /// Creates an empty folder among the temporary files, which only this user can open.
+    /// Creates an empty folder in the system's folder of temporary files. Only this user can open
+    /// it.
     ///
     /// # Errors
     ///
@@ -56,7 +57,7 @@ impl Sandbox {
         &self.folder
     }
 
-    /// Returns a command for `program` that works in the folder and has its temporary files there.
+    /// Returns a command that runs `program` in the folder. The folder is also its `TMPDIR`.
     ///
     /// The process inherits no variables of launchers and no settings (`MPMD_*`, `UCX_TLS`).
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
@@ -65,12 +66,12 @@ impl Sandbox {
         command
     }
 
-    /// Starts a command. Its output goes to files in the folder; `name` is the name of the process
+    /// Starts a command. The output goes to files in the folder; `name` is the name of the process
     /// in messages.
     ///
     /// # Errors
     ///
-    /// If it cannot be started.
+    /// If the command cannot be started.
     pub fn start(&self, command: Command, name: &str) -> Result<Watched, LaunchError> {
         Watched::start(command, self.path(), name)
     }
@@ -85,7 +86,8 @@ impl Sandbox {
             .collect()
     }
 
-    /// Makes a command work in the folder. Variables that the command sets itself stay.
+    /// Makes a command work in the folder. Keeps the variables that the caller has set on the
+    /// command.
     pub(super) fn enclose(&self, command: &mut Command) {
         disinherit(command);
         if !command.get_envs().any(|(name, _)| name == TEMPORARY) {
@@ -94,8 +96,8 @@ impl Sandbox {
         command.current_dir(self.path());
     }
 
-    /// Kills the processes that belong to this folder until none is left or a short time has
-    /// passed. Returns those left.
+    /// Kills the processes that belong to this folder, until none is left or a short time has
+    /// passed. Returns the pids of the processes that are left.
     pub(super) fn kill(&self) -> Vec<u32> {
         let until = Instant::now() + END_WITHIN;
         let mut left = Vec::new();
@@ -164,8 +166,8 @@ pub fn bare_command(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// Removes variables of launchers and settings that the command would inherit. Those that it sets
-/// itself stay.
+/// Removes the variables of launchers and the settings that a command would inherit. Keeps the
+/// variables that the caller has set on the command.
 fn disinherit(command: &mut Command) {
     let set: Vec<OsString> = command
         .get_envs()
@@ -177,8 +179,8 @@ fn disinherit(command: &mut Command) {
     }
 }
 
-/// Returns true for the variables that launchers set to describe their jobs, and for the settings
-/// of the framework's programs.
+/// Returns true if `name` is a variable by which launchers describe their jobs, or a setting of the
+/// framework's programs.
 fn is_of_a_launcher(name: &OsStr) -> bool {
     const NAMES: [&str; 5] = [
         "RANK",
@@ -200,7 +202,7 @@ fn is_of_a_launcher(name: &OsStr) -> bool {
     NAMES.contains(&&*name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Returns true if a process runs or is stopped. A zombie does neither.
+/// Returns true if a process is running or stopped. Returns false for a zombie.
 pub(super) fn is_alive(pid: u32) -> bool {
     // The state follows the name, which is in parentheses.
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));

@@ -15,7 +15,7 @@ use super::{END_WITHIN, POLL_INTERVAL, ProcessEnd};
 use crate::process_end::write_report;
 use crate::{ExitKind, LaunchError};
 
-/// The end of a process, as the test has noticed it.
+/// The exit status of a process that has ended, and the time at which the test noticed it.
 #[derive(Clone, Copy)]
 struct NoticedEnd {
     how: ExitKind,
@@ -36,7 +36,7 @@ impl Watched {
     /// Starts a process in a process group of its own, with an empty standard input. Its output
     /// goes to files in `folder`.
     ///
-    /// `name` is the name of the process in messages. Two processes of a folder need different
+    /// `name` is the name of the process in messages. Processes with the same folder need different
     /// names.
     ///
     /// # Errors
@@ -138,7 +138,8 @@ impl Watched {
     /// # Errors
     ///
     /// [`LaunchError::NotPrinted`] if the process ends without printing `text`.
-    /// [`LaunchError::Deadline`] if it does not print it by `deadline`; then the process is killed.
+    /// [`LaunchError::Deadline`] if the process does not print `text` by `deadline`; then it is
+    /// killed.
     pub fn wait_for_output(&mut self, text: &str, deadline: Instant) -> Result<(), LaunchError> {
         while !self.has_printed(text)? {
             if Instant::now() >= deadline {
@@ -153,7 +154,7 @@ impl Watched {
     ///
     /// # Errors
     ///
-    /// [`LaunchError::Deadline`] if it does not end by `deadline`; then the process is killed.
+    /// [`LaunchError::Deadline`] if the process does not end by `deadline`; then it is killed.
     pub fn wait(&mut self, deadline: Instant) -> Result<ProcessEnd, LaunchError> {
         while !self.has_ended() {
             if Instant::now() >= deadline {
@@ -164,7 +165,7 @@ impl Watched {
         Ok(self.end())
     }
 
-    /// Returns the state and the output so far of the process, for the message of a failed test.
+    /// Returns the state and the output of the process so far, for the message of a failed test.
     pub fn report(&self) -> String {
         let mut report = String::new();
         let name = format!("{} (pid {})", self.name, self.pid());
@@ -184,7 +185,8 @@ impl Watched {
         report
     }
 
-    /// Returns true if the process has printed `text`. Fails if it has ended without.
+    /// Returns true if the process has printed `text`. Fails if the process has ended without
+    /// printing it.
     pub(super) fn has_printed(&mut self, text: &str) -> Result<bool, LaunchError> {
         if self.output().contains(text) {
             return Ok(true);
@@ -208,7 +210,7 @@ impl Watched {
         }
     }
 
-    /// Kills the process and its process group without waiting for the ends.
+    /// Kills the process and its process group. Does not wait until they have ended.
     pub(super) fn kill_group(&self) {
         // No group is left if all its processes have ended; the error is ignored.
         let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);

@@ -14,23 +14,23 @@ use crate::tree::Leaf;
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
-    /// One byte, 0 or 1.
+    /// Boolean: one byte, 0 or 1.
     Bool,
-    /// Signed, 8 bits.
+    /// Signed integer, 8 bits.
     I8,
-    /// Signed, 16 bits.
+    /// Signed integer, 16 bits.
     I16,
-    /// Signed, 32 bits.
+    /// Signed integer, 32 bits.
     I32,
-    /// Signed, 64 bits.
+    /// Signed integer, 64 bits.
     I64,
-    /// Unsigned, 8 bits.
+    /// Unsigned integer, 8 bits.
     U8,
-    /// Unsigned, 16 bits.
+    /// Unsigned integer, 16 bits.
     U16,
-    /// Unsigned, 32 bits.
+    /// Unsigned integer, 32 bits.
     U32,
-    /// Unsigned, 64 bits.
+    /// Unsigned integer, 64 bits.
     U64,
     /// bfloat16: the upper 16 bits of an `f32`.
     Bf16,
@@ -40,16 +40,16 @@ pub enum DType {
     F32,
     /// IEEE double precision, 64 bits.
     F64,
-    /// Complex of two `f32`, 64 bits together.
+    /// Complex number of two `f32`, 64 bits in all.
     C64,
-    /// Complex of two `f64`, 128 bits together.
+    /// Complex number of two `f64`, 128 bits in all.
     C128,
-    /// A Rust value that stays on its device, of any type. It has no bytes that could move.
+    /// A Rust value of any type that stays on its device. It cannot be moved as bytes.
     Object,
 }
 
 impl DType {
-    /// Every dtype of values, so without [`DType::Object`].
+    /// Every dtype except [`DType::Object`].
     pub const ALL: [Self; 15] = [
         Self::Bool,
         Self::I8,
@@ -80,7 +80,7 @@ impl DType {
         }
     }
 
-    /// Returns the short name: `f32`.
+    /// Returns the short name, such as `f32`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Bool => "bool",
@@ -102,7 +102,7 @@ impl DType {
         }
     }
 
-    /// Returns the name in numpy and JAX: `float32`.
+    /// Returns the name in numpy and JAX, such as `float32`.
     const fn long_name(self) -> &'static str {
         match self {
             Self::Bool => "bool",

@@ -27,28 +27,28 @@ pub enum AvalError {
     /// The shape takes more bytes than a process can address.
     #[error("{dtype}{shape:?} has more bytes than can be addressed")]
     TooLarge {
-        /// The shape asked for.
+        /// The requested shape.
         shape: Vec<usize>,
-        /// The dtype asked for.
+        /// The requested dtype.
         dtype: DType,
     },
     /// There are more or fewer values than the shape has elements.
     #[error("{at}: shape {:?} has {} elements, but {found} values are \
         given", expected.shape(), expected.elements())]
     Elements {
-        /// The line of the program that gives the values.
+        /// The line of the program that passes the values.
         at: &'static Location<'static>,
         /// Expected shape and dtype of the values.
         expected: ShapedArray,
         /// Number of values given.
         found: usize,
     },
-    /// The number of bytes given is not the size of the array in bytes.
+    /// The number of bytes given differs from the array's size in bytes.
     #[error("{at}: {expected} has {} bytes, but {found} are given", expected.bytes())]
     Length {
-        /// The line of the program that gives the bytes.
+        /// The line of the program that passes the bytes.
         at: &'static Location<'static>,
-        /// Shape and dtype of the values.
+        /// Expected shape and dtype.
         expected: ShapedArray,
         /// Number of bytes given.
         found: usize,
@@ -58,9 +58,9 @@ pub enum AvalError {
     DType {
         /// The line of the program that reads the elements.
         at: &'static Location<'static>,
-        /// The array's dtype.
+        /// The dtype of the array.
         expected: DType,
-        /// The dtype asked for.
+        /// The dtype with which the elements are read or given.
         found: DType,
     },
     /// Some bytes are not valid values of the dtype (a bool that is neither 0 nor 1).
@@ -94,8 +94,8 @@ impl ShapedArray {
     ///
     /// # Errors
     ///
-    /// If the bytes, with dimensions of size 0 counted as 1, exceed `isize::MAX`. So no stride
-    /// overflows either.
+    /// If the size in bytes, with dimensions of size 0 counted as 1, exceeds `isize::MAX`. This
+    /// also rules out that a stride overflows.
     pub fn try_new(shape: &[usize], dtype: DType) -> Result<Self, AvalError> {
         let bytes = shape
             .iter()
@@ -113,7 +113,8 @@ impl ShapedArray {
         }
     }
 
-    /// Creates the description of one object for each device: a scalar of [`DType::Object`].
+    /// Creates the description of an array of [`DType::Object`]: a scalar, with one object on each
+    /// device.
     pub fn object() -> Self {
         Self {
             shape: [].into(),
@@ -126,7 +127,7 @@ impl ShapedArray {
         &self.shape
     }
 
-    /// True if the elements are Rust values and no numbers.
+    /// True if the elements are Rust objects ([`DType::Object`]) instead of numbers.
     pub fn is_object(&self) -> bool {
         self.dtype == DType::Object
     }
@@ -146,7 +147,7 @@ impl ShapedArray {
         self.shape.iter().product()
     }
 
-    /// Returns the size of all elements together in bytes.
+    /// Returns the size of the whole array in bytes.
     pub fn bytes(&self) -> usize {
         self.elements() * self.dtype.size()
     }
@@ -172,7 +173,7 @@ macro_rules! shorthands {
         ///
         /// # Panics
         ///
-        /// If the bytes exceed the address space.
+        /// If [`ShapedArray::try_new`] fails.
         #[track_caller]
         pub fn $name(shape: impl AsRef<[usize]>) -> ShapedArray {
             ShapedArray::new(shape.as_ref(), DType::$dtype)

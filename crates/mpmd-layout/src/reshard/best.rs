@@ -13,20 +13,19 @@ const LINKS: [LinkClass; 3] = [
     LinkClass::SameProcess,
 ];
 
-/// Returns the intermediate sharding by which an array of `aval` moves from `src` to `dst` with the
+/// Returns the intermediate sharding that moves an array of `aval` from `src` to `dst` with the
 /// fewest bytes.
 ///
-/// The conditions are those of
-/// [`find_intermediate_sharding`](super::find_intermediate_sharding). Specs that are shorter than
-/// the array's rank count as undivided in the remaining dimensions. There are up to two
-/// intermediates. In that of `find_intermediate_sharding`, one replica is whole along the cut axes.
-/// In the other, one replica has as many parts as the target: 8 parts on the way to 4 become 2
-/// replicas of 4 parts.
+/// The conditions are those of [`find_intermediate_sharding`](super::find_intermediate_sharding).
+/// Dimensions of the array beyond the end of a spec count as undivided. There are up to two
+/// candidates. In the one of `find_intermediate_sharding`, each replica is whole along the cut
+/// axes. In the other, each replica has as many parts as the target: 8 parts on the way to 4 become
+/// 2 replicas of 4 parts.
 ///
-/// For each, the bytes to the intermediate and from its first replica to the target are counted.
-/// The intermediate with fewer bytes over the slowest class of links wins, then over the next
-/// class, and last the one of `find_intermediate_sharding`. Takes time linear in the number of
-/// devices.
+/// The cost of a candidate is the bytes from the source to it, plus those from its first replica to
+/// the target. The candidate with fewer bytes over the slowest class of links wins, then over the
+/// next class. If both are equal, the one of `find_intermediate_sharding` wins. Takes time linear
+/// in the number of devices.
 ///
 /// # Errors
 ///

@@ -4,13 +4,13 @@ use std::collections::HashMap;
 
 use crate::topology::DeviceId;
 
-/// Groups the arrays of a tree for moving. Returns the indices of the arrays of each group, groups
-/// in the order in which they are moved.
+/// Groups the arrays of a tree for moving. Returns the array indices of each group, in the order in
+/// which the groups are moved.
 ///
-/// `sources` gives each array's devices, or `None` for values that every process has. Those values
-/// come first, as one group. The other arrays follow, one group for each set of devices, in the
-/// order in which the sets are first seen. Neither the order of the devices within a source nor its
-/// spec matters.
+/// `sources` gives the devices of each array, or `None` for a value that every process has. Those
+/// values come first, as one group. The other arrays follow, one group for each set of devices, in
+/// the order in which the sets are first seen. The order of the devices of an array does not
+/// matter, nor does the array's spec.
 pub fn groups_by_devices<'a>(
     sources: impl IntoIterator<Item = Option<&'a [DeviceId]>>,
 ) -> Vec<Vec<usize>> {

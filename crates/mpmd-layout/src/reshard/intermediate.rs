@@ -19,17 +19,18 @@ const SPLIT: &str = "_intermediate_split";
 pub struct Intermediate {
     /// The sharding, in the source's memory kind.
     pub sharding: Sharding,
-    /// The axes of the sharding's mesh over which every array is replicated, in mesh order. The
-    /// devices at one index along such an axis together hold the whole array.
+    /// The axes of the sharding's mesh along which arrays are replicated, in mesh order. The
+    /// devices at one index along such an axis together hold a whole copy of the array.
     pub replica_axes: Vec<String>,
 }
 
-/// There is no intermediate sharding between two. Direct resharding remains possible.
+/// The error that no intermediate sharding between two shardings exists. Direct resharding remains
+/// possible.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{why}: from {src} to {dst}")]
 #[non_exhaustive]
 pub struct NoIntermediate {
-    /// The reason.
+    /// The first condition of [`find_intermediate_sharding`] that does not hold.
     pub why: WhyNoIntermediate,
     /// The sharding of the source.
     pub src: Sharding,
@@ -37,7 +38,7 @@ pub struct NoIntermediate {
     pub dst: Sharding,
 }
 
-/// The reasons of [`NoIntermediate`].
+/// The reasons that two shardings have no intermediate sharding.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WhyNoIntermediate {
@@ -51,13 +52,14 @@ pub enum WhyNoIntermediate {
     /// The specs have different lengths, and not exactly one of them is empty.
     #[error("the specs of source and target have different lengths")]
     RankMismatch,
-    /// The largest number of parts of a source dimension is no multiple of the target's largest.
+    /// The largest number of parts of a source dimension is no multiple of the largest number of
+    /// parts of a target dimension.
     #[error("the largest division of the source is no multiple of the largest of the target")]
     Undividable,
     /// The source is not divided into more parts than the target.
     #[error("the source is not divided into more parts than the target")]
     SourceNotLarger,
-    /// The total number of the source's parts is no multiple of the target's.
+    /// The total number of parts of the source is no multiple of the target's total.
     #[error("the number of parts of the source is no multiple of that of the target")]
     TotalNotDivisible,
     /// No dimension that the source divides more than the target is divided over exactly one axis,
@@ -82,7 +84,7 @@ impl WhyNoIntermediate {
     }
 }
 
-/// Returns the sharding between `src` and `dst`, by the rule of pathways-utils 0.1.13.
+/// Returns the intermediate sharding between `src` and `dst`, by the rule of pathways-utils 0.1.13.
 ///
 /// Let `s` and `d` be the numbers of parts of each dimension in source and target. The conditions,
 /// in this order:
@@ -103,13 +105,13 @@ impl WhyNoIntermediate {
 /// [`cheapest_intermediate`](super::cheapest_intermediate) also considers replicas that stay
 /// divided.
 ///
-/// The conditions leave `d[i] = 1` for every axis that can be cut. If `d[i]` is larger, the
-/// original fails by accident; here the reason is [`WhyNoIntermediate::NoSplitCandidate`]. It is
-/// the same for a spec that names an axis twice or names an axis that its mesh does not have.
+/// The conditions leave `d[i] = 1` for every axis that can be cut. If `d[i]` is larger,
+/// pathways-utils fails by accident; here the reason is [`WhyNoIntermediate::NoSplitCandidate`].
+/// The reason is the same if a spec names an axis twice, or an axis that its mesh lacks.
 ///
 /// # Errors
 ///
-/// If there is no such sharding. The reason is the first condition that does not hold.
+/// If there is no such sharding. The error's reason is the first condition that does not hold.
 pub fn find_intermediate_sharding(
     src: &Sharding,
     dst: &Sharding,
@@ -135,29 +137,30 @@ impl Intermediate {
     }
 }
 
-/// The axes of a source that an intermediate cuts, and the numbers of parts on both sides.
+/// The axes of a source that an intermediate sharding cuts, and the numbers of parts of source and
+/// target.
 pub(super) struct AxisCuts<'a> {
     src: &'a Sharding,
     mesh: &'a Mesh,
-    /// One entry for each dimension of the source.
+    /// The source's spec: one entry for each dimension.
     entries: Vec<SpecEntry>,
     cuts: Vec<AxisCut>,
-    /// Number of parts of the source.
+    /// Total number of parts of the source.
     parts: usize,
-    /// Number of parts of the target.
+    /// Total number of parts of the target.
     dst_parts: usize,
 }
 
 impl AxisCuts<'_> {
-    /// Returns the intermediate with replicas that are whole along the cut axes.
+    /// Returns the intermediate sharding whose replicas are not divided over the cut axes.
     pub(super) fn whole(&self) -> Result<Intermediate, WhyNoIntermediate> {
         let found = cut_axes(self.src, self.mesh, &self.entries, &self.cuts);
         found.ok_or(WhyNoIntermediate::NoSplitCandidate)
     }
 
-    /// Returns the intermediate with replicas in as many parts as the target, as far as the sizes
-    /// of the cut axes allow. Returns `None` if it is that of [`whole`](Self::whole) or cuts no
-    /// axis.
+    /// Returns the intermediate sharding with as many parts in each replica as the target has, as
+    /// far as the sizes of the cut axes allow. Returns `None` if it equals the result of
+    /// [`whole`](Self::whole) or cuts no axis.
     pub(super) fn split(&self) -> Option<Intermediate> {
         let cut: usize = self.cuts.iter().map(|cut| cut.parts).product();
         let kept = self.parts.checked_div(cut)?;
@@ -177,9 +180,9 @@ impl AxisCuts<'_> {
     }
 }
 
-/// Returns the cuts by the conditions of [`find_intermediate_sharding`], or the first condition
-/// that does not hold. Specs with fewer than `ndim` entries count as undivided in the remaining
-/// dimensions.
+/// Returns the axes to cut by the conditions of [`find_intermediate_sharding`]. If one does not
+/// hold, returns the first such condition. Specs with fewer than `ndim` entries count as undivided
+/// in the remaining dimensions.
 pub(super) fn find_cuts<'a>(
     src: &'a Sharding,
     dst: &Sharding,
@@ -261,14 +264,14 @@ pub(super) fn find_cuts<'a>(
 #[derive(Clone)]
 struct AxisCut {
     axis: String,
-    /// The axis' size.
+    /// Size of the axis that is cut.
     parts: usize,
     /// The size of the split axis.
     split: usize,
 }
 
-/// Returns the sharding in which the axes of `cuts` are cut in two. Returns `None` if nothing is
-/// cut or a cut is impossible.
+/// Returns the sharding that results from cutting each axis of `cuts` into a replica axis and a
+/// split axis. Returns `None` if no axis is cut or a cut is impossible.
 fn cut_axes(
     src: &Sharding,
     mesh: &Mesh,
@@ -314,8 +317,8 @@ fn cut_axes(
     })
 }
 
-/// Returns the number of parts of each dimension. Returns `None` if the mesh lacks an axis or the
-/// entries use one twice.
+/// Returns the number of parts of each dimension. Returns `None` if the mesh lacks an axis, or if
+/// the entries use an axis twice.
 fn parts_by_dim(mesh: &Mesh, entries: &[SpecEntry]) -> Option<Vec<usize>> {
     let axes: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
     if axes

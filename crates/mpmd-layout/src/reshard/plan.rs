@@ -21,16 +21,17 @@ pub const MOST_JOINED: usize = 1 << TERM_BITS;
 
 /// A plan of the moves that fill every destination region exactly once.
 ///
-/// A pure function of the two layouts, the topology and the size of an element, and so the same on
-/// every process. It stores only the two tilings. [`part_of`](ReshardPlan::part_of) computes the
-/// work of one process without listing the work of the others.
+/// It is a pure function of the two layouts, the topology and the size of an element, and so the
+/// same on every process. It stores only the two tilings. [`part_of`](ReshardPlan::part_of)
+/// computes the work of one process without listing the work of the others.
 ///
-/// If several devices hold a region, a destination takes it from its own device first, then from
-/// its process, then from its host. Equally near devices take turns. A region that several devices
-/// want crosses the network once for each host without it. On a host it goes once to each process
-/// without it, and spreads inside the process. If several hosts want it, each host may pass it on
-/// to the next. This happens where the topology's link costs make it cheaper than sending it from
-/// its holders repeatedly.
+/// If several devices hold a region, a destination device takes the region from itself if it can.
+/// Next come devices of its process, then devices of its host. Equally near devices take turns.
+///
+/// A region that several devices want crosses the network once for each host without it. On a host
+/// it goes once to each process without it, and the process copies it to its devices. If several
+/// hosts want the region, each of them may pass it on to the next. They do if the topology's link
+/// costs make this cheaper than repeated sends by the holders.
 #[derive(Clone, Debug)]
 pub struct ReshardPlan {
     /// The source's tiles: one tiling for each partial sum.
@@ -53,9 +54,9 @@ pub struct ReshardPiece {
     /// Index of the source's partial sum that the region is a part of; 0 if the source is not
     /// unreduced.
     pub term: u32,
-    /// The place of this move in its chain of moves. It is 1 if `src` holds the region in the
-    /// source array. If `src` passes on a region that it received, it is one more than the step of
-    /// that piece.
+    /// Position of this move in its chain of moves. It is 1 if `src` holds the region in the source
+    /// array. If `src` received the region in another piece, it is one more than the step of that
+    /// piece.
     pub step: u32,
 }
 
@@ -63,26 +64,25 @@ pub struct ReshardPiece {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct ProcessPart {
-    /// The deliveries, in ascending order of their ids.
+    /// The copies, sends and receives of the process, in ascending order of their ids.
     pub deliveries: Vec<PieceDelivery>,
 }
 
-/// A region that a process holds or receives, with the devices and processes that get it from
-/// there.
+/// A region that a process holds or receives, and the devices and processes that it passes the
+/// region to.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct PieceDelivery {
-    /// The id of the transfer in messages. The sending and the receiving process compute the same
-    /// id.
+    /// The transfer's id in messages. The sending and the receiving process compute the same id.
     pub id: u64,
     /// Index of the source's partial sum that the region is a part of; 0 if the source is not
     /// unreduced.
     pub term: u32,
     /// The delivered part of the whole array. Never empty.
     pub region: Region,
-    /// The device or process that the region comes from.
+    /// The device or process that the region is taken from.
     pub from: DeliveryOrigin,
-    /// The device that holds the region in its shard of the source array. `None` if the sending
-    /// process has no such shard and passes on the region alone, as it received it.
+    /// The device whose shard of the source array contains the region. `None` if the sending
+    /// process has no such shard: it received the region and only passes it on.
     pub giver: Option<DeviceId>,
     /// The devices of this process that need the region in the destination array.
     pub targets: Vec<DeviceId>,
@@ -90,7 +90,7 @@ pub struct PieceDelivery {
     pub peers: Vec<ProcessId>,
 }
 
-/// The place from which a process takes a region.
+/// The device or process from which a process takes a region.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum DeliveryOrigin {
     /// The source array's shard on this device, which belongs to the process.
@@ -103,7 +103,7 @@ pub enum DeliveryOrigin {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Summary {
-    /// Number of pieces.
+    /// Number of pieces of the plan.
     pub pieces: usize,
     /// Bytes over each class of links, indexed in the order of [`LinkClass::ALL`].
     pub bytes: [u64; 4],
@@ -114,16 +114,17 @@ pub struct Summary {
     pub steps: u32,
 }
 
-/// The reason that there is no plan. Always the caller's fault, and the same on every process.
+/// The reason that two layouts have no reshard plan. Always the caller's fault, and the same on
+/// every process.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReshardError {
-    /// The layouts are of arrays of different shapes.
+    /// The source and destination layouts have different shapes.
     #[error("an array of shape {found:?} does not become one of shape {expected:?} by moving it")]
     Shape {
-        /// The destination's shape.
+        /// Shape of the destination layout.
         expected: Vec<usize>,
-        /// The source's shape.
+        /// Shape of the source layout.
         found: Vec<usize>,
     },
     /// A layout has a device that the job does not have.
@@ -134,7 +135,8 @@ pub enum ReshardError {
         /// Number of devices in the job.
         devices: usize,
     },
-    /// There are more devices or partial sums than the ids of deliveries can number.
+    /// The source or destination layout has more devices or partial sums than the ids of deliveries
+    /// can number.
     #[error(
         "a layout of {devices} devices with {terms} partial sums is too large: at most \
          {most_devices} and {most_terms}"
@@ -151,9 +153,9 @@ pub enum ReshardError {
     },
 }
 
-/// Plans the moves from an array laid out as `src` to one laid out as `dst`, with elements of
-/// `item_bytes` bytes. Moves no data, and lists no pieces yet: the methods of [`ReshardPlan`]
-/// compute them.
+/// Plans the moves from an array laid out as `src` to an array laid out as `dst`, with elements of
+/// `item_bytes` bytes. Moves no data and lists no pieces: the methods of [`ReshardPlan`] compute
+/// them.
 ///
 /// If the source is unreduced, the pieces of all its partial sums go to every device that wants
 /// their sum. If the destination is unreduced, only the devices of its first partial sum receive
@@ -297,7 +299,7 @@ impl ReshardPlan {
     }
 
     /// Returns the [bytes](Summary::bytes) of the plan over each class of links. Counts devices
-    /// without listing pieces: a whole array gathered from n devices on each of them has n² pieces.
+    /// instead of listing pieces: an array gathered on each of n devices has n² pieces.
     pub(super) fn bytes_over_links(&self) -> [u64; 4] {
         let mut bytes = [0u64; 4];
         for src in &self.sources {
@@ -331,7 +333,8 @@ impl ReshardPlan {
         bytes
     }
 
-    /// Returns the route of the intersection of a pair's tiles, or `None` if they share nothing.
+    /// Returns the route of the region that the two tiles of `pair` share, or `None` if they share
+    /// no element.
     fn spread(&self, pair: TilePair) -> Option<RegionSpread<'_>> {
         let src = TileRef {
             tiling: &self.sources[pair.term],
@@ -344,8 +347,8 @@ impl ReshardPlan {
         RegionSpread::new(src, dst, self.item_bytes, self.topology.links())
     }
 
-    /// Appends the deliveries of process `process` on host `host` for the intersection of a pair's
-    /// tiles.
+    /// Appends the deliveries of process `process` on host `host` for the region that the two tiles
+    /// of `pair` share.
     fn deliveries(
         &self,
         pair: TilePair,
@@ -367,7 +370,7 @@ impl ReshardPlan {
         }
     }
 
-    /// Appends the deliveries from one device of a process to others of its devices.
+    /// Appends the deliveries between devices of one process that holds the source tile.
     fn deliveries_inside(
         &self,
         pair: TilePair,
@@ -389,7 +392,8 @@ impl ReshardPlan {
         }
     }
 
-    /// Appends the deliveries that a process without the region receives, and passes on to peers.
+    /// Appends the deliveries of a process without the region: it receives the region and may pass
+    /// it on to peers.
     fn deliveries_from_peers(
         &self,
         pair: TilePair,
@@ -421,8 +425,8 @@ impl ReshardPlan {
         }
     }
 
-    /// Maps each giving device of a process that holds the source tile to the process' devices
-    /// that copy from it.
+    /// Maps each source device of a process to the process's destination devices that copy from it.
+    /// The process holds the source tile.
     fn local(
         &self,
         spread: &RegionSpread<'_>,
@@ -446,7 +450,7 @@ impl ReshardPlan {
         by_device
     }
 
-    /// Appends the pieces that bring the intersection of a pair's tiles to device `dst`.
+    /// Appends the pieces that bring the region shared by the two tiles of `pair` to device `dst`.
     fn pieces_to(&self, dst: DeviceId, pair: TilePair, into: &mut Vec<ReshardPiece>) {
         let Some(spread) = self.spread(pair) else {
             return;
@@ -501,8 +505,8 @@ impl Summary {
     }
 }
 
-/// Returns the number of delivery `id` of the leaf with index `leaf`, for leaves that move in one
-/// operation. None of them may have partial sums: `leaf` takes the place of the partial sum.
+/// Returns the id of delivery `id` of leaf `leaf`, for leaves that move in one operation. The
+/// leaves must not have partial sums: the id's field for the partial sum holds `leaf`.
 pub fn joined(id: u64, leaf: u32) -> u64 {
     id | u64::from(leaf) << (2 * TILE_BITS + PIECE_BITS)
 }
@@ -517,14 +521,14 @@ struct TilePair {
 }
 
 impl TilePair {
-    /// Returns the number of the delivery of piece `piece` of the tiles' intersection.
+    /// Returns the delivery id of piece number `piece` of the region that the two tiles share.
     fn delivery_id(self, piece: usize) -> u64 {
         let tiles = (self.term as u64) << TILE_BITS | u64::from(self.src);
         (tiles << TILE_BITS | u64::from(self.dst)) << PIECE_BITS | piece as u64
     }
 }
 
-/// Appends the deliveries that a process with the region sends to peers.
+/// Appends the deliveries from a process that holds the region to peer processes.
 fn deliveries_to_peers(
     pair: TilePair,
     spread: &RegionSpread<'_>,

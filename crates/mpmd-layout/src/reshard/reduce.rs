@@ -3,17 +3,17 @@
 
 use crate::sharding::{Layout, Sharding, Spec, SpecEntry};
 
-/// Size of an array in bytes from which its partial sums may be added in two steps. Smaller arrays
+/// Minimum size in bytes of an array whose partial sums may be added in two steps. Smaller arrays
 /// take one step, which is one round of messages.
 const TWO_STEPS_BYTES: usize = 256 << 10;
 
-/// Returns the sharding for the first step of a two-step addition of partial sums: reduce-scatter,
-/// then gather. In this sharding each device adds up one part of the array. The array has `shape`
-/// and `item_bytes` bytes per element.
+/// Returns the sharding after the first step of a two-step addition of partial sums:
+/// reduce-scatter, then gather. In this sharding each device adds up one part of the array. `shape`
+/// is the array's shape and `item_bytes` its bytes per element.
 ///
 /// With `n` partial sums of `b` bytes and `k` copies of the sum wanted, one step moves `n k b`
 /// bytes. Two steps move `(n - 1) b + k b`. The returned sharding divides a dimension that the
-/// source does not divide. If no such dimension can be divided evenly, it divides a divided one
+/// source does not divide. If no such dimension divides evenly, it divides another dimension
 /// further.
 ///
 /// Returns `None` if two steps gain nothing: `from` has no mesh or no partial sums, or its layout

@@ -17,16 +17,16 @@ use super::tiling::{HostHolders, ProcessHolders, Tiling};
 use crate::region::Region;
 use crate::topology::{DeviceId, LinkSpeeds};
 
-/// Approximate size in bytes of the chunks of larger pieces between processes. Chunks let packing,
-/// sending, passing on and unpacking overlap. This size keeps the fixed cost of a message small in
-/// proportion.
+/// Approximate size in bytes of the chunks in which a larger region travels between processes.
+/// Chunks let packing, sending, passing on and unpacking overlap. This size keeps the fixed cost of
+/// a message small in proportion.
 pub(super) const CHUNK_BYTES: usize = 2 << 20;
 
-/// Smallest part in bytes when a region is divided over several links.
+/// Minimum size in bytes of each part of a region that is divided over several links.
 const PART_BYTES: usize = 1 << 20;
 
-/// Limit of the number of chunks of one region: their numbers have to fit the piece field of a
-/// delivery's id.
+/// Maximum number of chunks of one region. Chunk numbers must fit the piece field of a delivery's
+/// id.
 pub(super) const MOST_CHUNKS: usize = 1 << 13;
 
 /// The route of one region: the intersection of tile `a` of the source and tile `b` of the
@@ -37,27 +37,28 @@ pub(super) struct RegionSpread<'a> {
     a: u32,
     b: u32,
     region: Region,
-    /// Index of `b` among the destination tiles that touch `a`. Lets the holders of `a` take turns.
+    /// Index of `b` among the destination tiles that touch `a`. Holders of `a` take turns by it.
     turn: usize,
-    /// Index of `a` among the source tiles that touch `b`. Lets the devices and processes that
-    /// receive for others take turns.
+    /// Index of `a` among the source tiles that touch `b`. The devices and processes that receive
+    /// `b` for others take turns by it.
     arrival: OnceCell<usize>,
-    /// Indices, among the hosts that want the region, of those that have it already.
+    /// Indices of the hosts that hold the region already, in the list of the hosts that want it.
     served: Vec<usize>,
-    /// Number of hosts that get the region over the network: those that want it and do not have it.
+    /// Number of hosts that want the region and do not hold it: they get it over the network.
     needing: usize,
     /// True if the hosts that get the region over the network pass it on from one to the next.
     /// False if each of them gets it from a holder.
     relay: bool,
-    /// Number of parts of the region that travel between hosts by separate routes.
+    /// Number of parts into which the region is divided between hosts. Each part has a route of its
+    /// own.
     parts: usize,
-    /// Number of chunks, each one message, into which each part is cut.
+    /// Number of chunks into which each part is cut. Each chunk is one message.
     chunks: usize,
     /// The dimension along which parts and chunks are cut.
     dim: usize,
 }
 
-/// The sender of a region: a process, and the device there that has it.
+/// The process and the device from which a region is sent.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Giver {
     pub(super) process: ProcessId,
@@ -78,14 +79,15 @@ pub(super) struct TileRef<'a> {
     pub(super) tile: u32,
 }
 
-/// The position of a host in its arc, a chain of hosts that pass the region on.
+/// The position of a host in its arc: a chain of hosts along which the region is passed on.
 struct ArcPlace {
     arc: usize,
     place: usize,
 }
 
 impl<'a> RegionSpread<'a> {
-    /// Computes the route of the intersection of two tiles. Returns `None` if they share nothing.
+    /// Computes the route of the region that two tiles share. Returns `None` if they share no
+    /// element.
     pub(super) fn new(
         src_tile: TileRef<'a>,
         dst_tile: TileRef<'a>,
@@ -163,12 +165,12 @@ impl<'a> RegionSpread<'a> {
         Some(spread)
     }
 
-    /// Returns the region that travels.
+    /// Returns the region that the two tiles share.
     pub(super) fn region(&self) -> &Region {
         &self.region
     }
 
-    /// Sets `parts`, `chunks` and `dim` for a region of `bytes` bytes.
+    /// Sets the fields `parts`, `chunks` and `dim`. The size of the region is `bytes`.
     fn divide(&mut self, bytes: usize) {
         if bytes < 2 * PART_BYTES.min(CHUNK_BYTES) || !self.leaves_a_process() {
             return;
@@ -217,7 +219,7 @@ impl<'a> RegionSpread<'a> {
         }
     }
 
-    /// True if some process wants the region and has it in no source shard.
+    /// True if some process wants the region and none of its shards of the source array has it.
     fn leaves_a_process(&self) -> bool {
         let without = |process: &ProcessHolders| {
             self.src
@@ -232,8 +234,8 @@ impl<'a> RegionSpread<'a> {
                 .any(|host| self.dst.processes(host).iter().any(without))
     }
 
-    /// Returns the number of pieces in which the region moves between processes: parts times chunks
-    /// of each part.
+    /// Returns the number of pieces in which the region moves between processes: the parts times
+    /// the chunks of each part.
     pub(super) fn pieces(&self) -> usize {
         self.parts * self.chunks
     }
@@ -242,17 +244,17 @@ impl<'a> RegionSpread<'a> {
         self.parts
     }
 
-    /// Returns the half-open range of the indices of a part's pieces.
+    /// Returns the half-open range of piece indices that part `part` consists of.
     pub(super) fn pieces_of(&self, part: usize) -> Range<usize> {
         part * self.chunks..(part + 1) * self.chunks
     }
 
-    /// Returns the `piece`-th of the region's pieces.
+    /// Returns the region of piece `piece`.
     pub(super) fn piece(&self, piece: usize) -> Region {
         cut(&self.region, self.dim, piece, self.pieces())
     }
 
-    /// Returns the `part`-th of the region's parts.
+    /// Returns the region of part `part`.
     pub(super) fn part(&self, part: usize) -> Region {
         cut(&self.region, self.dim, part, self.parts)
     }
@@ -262,14 +264,14 @@ impl<'a> RegionSpread<'a> {
         self.src.in_process(self.a, process, host).is_some()
     }
 
-    /// Returns the device of a holding process that gives to the `rank`-th of the process' devices
-    /// without the region.
+    /// Returns the device of process `holding` that sends the region to a device of the same
+    /// process. `rank` is the receiver's index among the process's devices without the region.
     pub(super) fn holder(&self, holding: &ProcessHolders, rank: usize) -> DeviceId {
         let devices = self.src.devices(holding);
         devices[(self.turn + rank) % devices.len()]
     }
 
-    /// Returns the device of a process that receives the region for all its devices.
+    /// Returns the device that receives the region first, on behalf of all devices of its process.
     pub(super) fn landing_device(&self, wanting: &ProcessHolders) -> DeviceId {
         let devices = self.dst.devices(wanting);
         if devices.len() == 1 {
@@ -328,7 +330,7 @@ impl<'a> RegionSpread<'a> {
         })
     }
 
-    /// Returns the processes to which `process` sends a part. `host` is the host of `process`.
+    /// Returns the processes to which `process`, which runs on `host`, sends a part.
     pub(super) fn takers(&self, process: ProcessId, host: u32, part: usize) -> Vec<PieceTaker> {
         if self.has_it(process, host) {
             self.takers_from_holder(process, host, part)
@@ -337,8 +339,8 @@ impl<'a> RegionSpread<'a> {
         }
     }
 
-    /// Returns the processes to which a process with the region sends a part: neighbours on its
-    /// host, and the first processes of other hosts.
+    /// Returns the processes to which a process that holds the region sends a part: neighbours on
+    /// its host, and the first processes of other hosts.
     fn takers_from_holder(&self, process: ProcessId, host: u32, part: usize) -> Vec<PieceTaker> {
         let mut takers = Vec::new();
         let mut give = |giver: Giver, taker: &ProcessHolders| {
@@ -376,8 +378,8 @@ impl<'a> RegionSpread<'a> {
         takers
     }
 
-    /// Returns the processes to which a process without the region passes a part on: none, unless
-    /// the part arrives on its host in this process.
+    /// Returns the processes to which a process that does not hold the region passes a part on.
+    /// Empty unless this process is the first on its host to receive the part.
     fn takers_from_landing(&self, process: ProcessId, host: u32, part: usize) -> Vec<PieceTaker> {
         let mut takers = Vec::new();
         let Some(here) = self.dst.on_host(self.b, host) else {
@@ -408,8 +410,8 @@ impl<'a> RegionSpread<'a> {
         takers
     }
 
-    /// Returns the number of transfers after which a part reaches the first device of a process: 1
-    /// if it comes straight from a holder.
+    /// Returns the number of transfers after which a part reaches the first device of a process. It
+    /// is 1 if a holder sends it directly.
     pub(super) fn step(&self, wanting: &ProcessHolders, part: usize) -> u32 {
         if self.src.on_host(self.a, wanting.host).is_some() {
             return 1;
@@ -432,7 +434,7 @@ impl<'a> RegionSpread<'a> {
             }
     }
 
-    /// Returns the processes of a host that want the region and do not have it.
+    /// Returns the processes of a host that want the region and do not hold it.
     fn without(&self, host: u32) -> Vec<&'a ProcessHolders> {
         let wanting = self
             .dst
@@ -446,14 +448,14 @@ impl<'a> RegionSpread<'a> {
         wanting.iter().filter(without).collect()
     }
 
-    /// Returns the holder on the same host that gives to the `rank`-th of the host's `count`
-    /// processes without the region.
+    /// Returns the holder that sends the region to a process on its own host. `rank` is the
+    /// receiver's index among the host's `count` processes without the region.
     fn neighbour(&self, having: &HostHolders, count: usize, rank: usize) -> Giver {
         self.among(having, self.turn * count + rank)
     }
 
-    /// Returns the process that receives a part for all wanting processes of a host without the
-    /// region.
+    /// Returns the process that first receives a part on a host without the region. It passes the
+    /// part on to the host's other wanting processes.
     fn landing(&self, wanting: &HostHolders, part: usize) -> &'a ProcessHolders {
         let processes = self.dst.processes(wanting);
         if processes.len() == 1 {
@@ -468,9 +470,8 @@ impl<'a> RegionSpread<'a> {
             .get_or_init(|| self.src.turn(self.a, &self.dst.tile(self.b).region))
     }
 
-    /// Returns the sequence number of a part's transfer between hosts, counted over all regions
-    /// that come from the source tile `a`. Each part has `transfers` of them, and this one is
-    /// number `index`.
+    /// Returns the sequence number of a part's transfer between hosts, counted over all regions of
+    /// the source tile `a`. Each part has `transfers` transfers; `index` is the number of this one.
     fn crossing(&self, transfers: usize, index: usize, part: usize) -> usize {
         (self.turn * transfers + index) * self.parts + part
     }
@@ -492,7 +493,7 @@ impl<'a> RegionSpread<'a> {
         }
     }
 
-    /// Returns the host with rank `rank` among those that get the region over the network.
+    /// Returns the host with index `rank` among the hosts that get the region over the network.
     fn needing_host(&self, rank: usize) -> &'a HostHolders {
         // Counts the served hosts before it. A binary search works because the number of needing
         // hosts before each served one never decreases.
@@ -509,7 +510,7 @@ impl<'a> RegionSpread<'a> {
         &self.dst.hosts(self.b)[rank + before]
     }
 
-    /// Returns the rank of `host` among the hosts that get the region over the network.
+    /// Returns the index of `host` among the hosts that get the region over the network.
     fn rank(&self, host: u32) -> usize {
         let place = self
             .dst
@@ -518,27 +519,27 @@ impl<'a> RegionSpread<'a> {
         place - self.served.partition_point(|served| *served < place)
     }
 
-    /// Returns the number of arcs: chains along which hosts pass the region on. There is one for
-    /// each host that has it, but no more than hosts that need it.
+    /// Returns the number of arcs: chains of hosts along which the region is passed on. There is
+    /// one for each host that holds the region, but no more than hosts that need it.
     fn arcs(&self) -> usize {
         self.src.hosts(self.a).len().min(self.needing)
     }
 
-    /// Returns the rank at which the ring of needing hosts is cut open. It lies behind a source, so
-    /// that the sources of different regions load different links.
+    /// Returns the index of the host at which the ring of needing hosts is cut open: the first one
+    /// after a source. So the sources of different regions load different links.
     fn opening(&self) -> usize {
         let hosts = self.src.hosts(self.a);
         self.rank(hosts[self.turn % hosts.len()].host) % self.needing
     }
 
-    /// Returns the range of places that a chain of hosts (an arc) has on the ring of needing hosts.
-    /// Place 0 is the opening.
+    /// Returns the range of positions that arc `arc` has on the ring of needing hosts. Position 0
+    /// is the opening.
     fn arc(&self, arc: usize) -> Range<usize> {
         let arcs = self.arcs();
         arc * self.needing / arcs..(arc + 1) * self.needing / arcs
     }
 
-    /// Returns the position of the needing host with this rank.
+    /// Returns the arc of the needing host with index `rank`, and its position in the arc.
     fn place_in_arc(&self, rank: usize) -> ArcPlace {
         let on_ring = (rank + self.needing - self.opening()) % self.needing;
         let arc = ((on_ring + 1) * self.arcs()).div_ceil(self.needing) - 1;
@@ -553,7 +554,7 @@ impl<'a> RegionSpread<'a> {
     }
 }
 
-/// Returns the `at`-th of `count` parts of a region along a dimension.
+/// Divides `region` into `count` parts along dimension `dim` and returns the part with index `at`.
 fn cut(region: &Region, dim: usize, at: usize, count: usize) -> Region {
     if count == 1 {
         return region.clone();

@@ -15,17 +15,17 @@ use crate::region::Region;
 use crate::sharding::Layout;
 use crate::topology::{DeviceId, Topology};
 
-/// The distinct non-empty regions of a layout, and their holders.
+/// The tiles of a layout, which are its distinct non-empty regions, and the devices that hold them.
 #[derive(Clone, Debug)]
 pub(super) struct Tiling {
     tiles: Vec<LayoutTile>,
-    /// The hosts that hold each tile, grouped by tile; ascending in each group. `processes` are
-    /// grouped by host in the same way.
+    /// The hosts that hold each tile, grouped by tile and ascending in each group. The field
+    /// `processes` is grouped by host in the same way.
     hosts: Vec<HostHolders>,
     processes: Vec<ProcessHolders>,
-    /// The holding devices, grouped by process, in the layout's order.
+    /// The devices that hold a tile, grouped by process, in the layout's order.
     devices: Vec<DeviceId>,
-    /// The devices that hold a tile, ascending.
+    /// Each device that holds a tile, with the tile's index; ascending by device.
     tile_of: Vec<DeviceTile>,
     lookup: TileLookup,
 }
@@ -37,14 +37,14 @@ struct DeviceTile {
     tile: u32,
 }
 
-/// A device that holds a tile. Holders are ordered by their fields, so sorting groups them by tile,
-/// host and process; inside a process they keep the layout's order.
+/// A device that holds a tile. Holders are ordered by their fields. So sorting groups them by tile,
+/// host and process, and keeps the layout's order inside a process.
 #[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
 struct TileHolder {
     tile: u32,
     host: u32,
     process: ProcessId,
-    /// Index of the device in the layout.
+    /// Index of the device in the layout's list of devices.
     place: usize,
     device: DeviceId,
 }
@@ -56,7 +56,7 @@ struct CutRange {
     end: usize,
 }
 
-/// A tile, and its first index along the dimension that is searched.
+/// A tile, and its first index along [`TileLine::dim`].
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct TileStart {
     start: usize,
@@ -84,7 +84,7 @@ pub(super) struct ProcessHolders {
     devices: Range<u32>,
 }
 
-/// Numbers of hosts, processes and devices that hold something.
+/// Numbers of hosts, processes and devices that hold a tile.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct HolderCounts {
     pub(super) hosts: usize,
@@ -95,22 +95,22 @@ pub(super) struct HolderCounts {
 #[derive(Clone, Debug)]
 enum TileLookup {
     Grid {
-        /// (start, end) of the ranges of each dimension, ascending.
+        /// The ranges into which each dimension is cut, ascending.
         cuts: Vec<Vec<CutRange>>,
-        /// Index of the tile at each combination of ranges, row-major.
+        /// Index of the tile in each cell of the grid of ranges, row-major.
         cells: Vec<u32>,
     },
     Line(TileLine),
 }
 
-/// The tiles, sorted along the dimension with the most cuts.
+/// The tiles, sorted by their start along the dimension with the most cuts.
 #[derive(Clone, Debug)]
 struct TileLine {
     dim: usize,
-    /// (start along `dim`, index of the tile), ascending.
+    /// Each tile's start along `dim`, with the tile's index; ascending.
     by_start: Vec<TileStart>,
-    /// For each entry of `by_start`, the largest end along `dim` of the entry and of those before
-    /// it.
+    /// For each entry of `by_start`, the largest end along `dim` of that entry and all earlier
+    /// ones.
     ends: Vec<usize>,
 }
 
@@ -203,7 +203,7 @@ impl Tiling {
         }
     }
 
-    /// Returns the number of tiles. Their indices are below it.
+    /// Returns the number of tiles. Tile indices run from 0 to one below it.
     pub(super) fn len(&self) -> u32 {
         self.tiles.len() as u32
     }
@@ -309,8 +309,8 @@ impl Tiling {
         }
     }
 
-    /// Returns the indices of the tiles that share elements with a non-empty region, in a fixed
-    /// order.
+    /// Returns the indices of the tiles that share elements with a non-empty region, in an order
+    /// that never varies.
     pub(super) fn touching(&self, region: &Region) -> Vec<u32> {
         match &self.lookup {
             TileLookup::Grid { cuts, cells } => {
@@ -340,8 +340,8 @@ impl Tiling {
         }
     }
 
-    /// Returns the index of `tile` among the tiles that [touch](Self::touching) a region. The tile
-    /// must be one of them.
+    /// Returns the position of `tile` in the list of tiles that [touch](Self::touching) `region`.
+    /// The tile must be in the list.
     pub(super) fn turn(&self, tile: u32, region: &Region) -> usize {
         match &self.lookup {
             TileLookup::Grid { cuts, .. } => {
@@ -364,8 +364,8 @@ impl Tiling {
     }
 }
 
-/// Returns the half-open range of the indices of a dimension's cuts that a range touches. `cuts`
-/// are ascending.
+/// Returns the half-open range of the indices of those `cuts` that overlap `range`. The cuts of the
+/// dimension are ascending.
 fn touched(cuts: &[CutRange], range: &Range<usize>) -> Range<usize> {
     let first = cuts.partition_point(|cut| cut.end <= range.start);
     first..cuts.partition_point(|cut| cut.start < range.end).max(first)
@@ -380,7 +380,7 @@ impl TileLookup {
         Self::grid(tiles).unwrap_or_else(|| Self::Line(TileLine::new(tiles)))
     }
 
-    /// Returns the grid that the tiles form, or `None` if they form none.
+    /// Returns a grid lookup if the tiles are the cells of a grid, or `None` otherwise.
     fn grid(tiles: &[LayoutTile]) -> Option<Self> {
         let ndim = tiles.first().map_or(0, |tile| tile.region.ndim());
         let mut cuts = Vec::with_capacity(ndim);

@@ -15,28 +15,28 @@ use super::{Layout, ShardingError};
 use crate::region::Region;
 use crate::topology::DeviceId;
 
-/// The chunks of an array by the rank that holds them, for programs that know ranks instead of
-/// devices.
+/// The chunks of an array, and the rank that holds each chunk. For programs that use ranks instead
+/// of devices.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct ChunkRanks {
     /// The first index of each rank's chunk in every dimension, as `[rank][dimension]`.
     pub offsets_by_rank: Vec<Vec<usize>>,
     /// The number of indices of each rank's chunk in every dimension, as `[rank][dimension]`.
     pub sizes_by_rank: Vec<Vec<usize>>,
-    /// The rank that holds each chunk, in the order of the chunks.
+    /// The rank of each chunk, in the order of the chunks.
     pub ranks: Vec<usize>,
 }
 
-/// Cuts dimension `dim` of an array of `shape` into one chunk for each placement. Chunk `i` is on
-/// rank `placements[i]`.
+/// Divides dimension `dim` of an array of `shape` into one chunk for each placement. Rank
+/// `placements[i]` holds chunk `i`.
 ///
-/// A negative `dim` counts from the end. `world` is the number of ranks; `None` stands for the
-/// number of placements.
+/// A negative `dim` counts from the end. `world` is the number of ranks. If it is `None`, there are
+/// as many ranks as placements.
 ///
 /// # Errors
 ///
-/// If the array has no such dimension, if there are no placements, or if the placements do not name
-/// each rank exactly once. The error names the rank.
+/// If the array has no such dimension, if there are no placements, or if a rank is missing, unknown
+/// or listed twice. The error names the rank.
 pub fn chunk_by_rank(
     shape: &[usize],
     dim: isize,
@@ -83,8 +83,8 @@ pub fn chunk_by_rank(
     })
 }
 
-/// Checks the conditions that do not depend on a shape: there are placements, and no device has two
-/// chunks.
+/// Checks the conditions that do not depend on a shape: there is a placement, and each device has
+/// at most one chunk.
 pub(super) fn check(dim: isize, placements: &[DeviceId]) -> Result<(), ShardingError> {
     if placements.is_empty() {
         return Err(ShardingError::NoPlacements { dim });
@@ -124,8 +124,8 @@ pub(super) fn layout(
     ))
 }
 
-/// Returns the index of dimension `dim`, which counts from the end if negative. Fails if the shape
-/// has no such dimension.
+/// Returns `dim` as an index from 0; a negative `dim` counts from the end. Fails if the shape has
+/// no such dimension.
 fn dim_index(shape: &[usize], dim: isize) -> Result<usize, ShardingError> {
     let from_start = if dim < 0 {
         dim.checked_add_unsigned(shape.len())

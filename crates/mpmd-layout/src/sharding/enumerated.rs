@@ -6,8 +6,8 @@ use super::{Layout, ShardingError};
 use crate::region::Region;
 use crate::topology::DeviceId;
 
-/// Checks the conditions that do not depend on a shape: there are shards, each device has one, and
-/// no two overlap.
+/// Checks the conditions that do not depend on a shape: there is a shard, each device has at most
+/// one, and no two overlap.
 pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> {
     let Some((first_device, first_region)) = shards.first() else {
         return Err(ShardingError::NoShards);
@@ -55,8 +55,8 @@ pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> 
     Ok(())
 }
 
-/// Returns the layout of an array of `shape` that consists of these shards, which have passed
-/// [`check`].
+/// Returns the layout of an array of `shape` whose shards are `shards`. The caller has already
+/// passed them to [`check`].
 pub(super) fn layout(
     shards: &[(DeviceId, Region)],
     shape: &[usize],
@@ -98,12 +98,12 @@ pub(super) fn layout(
     Ok(Layout::new(shape, devices, regions, shards.len() == 1))
 }
 
-/// Two shards that overlap.
+/// Two shards that overlap, and their intersection.
 struct ShardOverlap {
-    /// Index in the list of shards of the earlier one, and of the later one.
+    /// Index of the earlier shard in the list of shards; `second` is the index of the later one.
     first: usize,
     second: usize,
-    /// The intersection of their regions.
+    /// The intersection of the regions of both shards.
     common: Region,
 }
 
@@ -159,11 +159,11 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<ShardOverlap> {
     None
 }
 
-/// Returns a part of `whole` that is in none of the regions `held`, or `None` if they cover it. The
-/// regions `held` must be disjoint.
+/// Returns a part of `whole` that no region of `held` contains, or `None` if they cover `whole`.
+/// The regions must be disjoint.
 ///
-/// Counting elements tells whether there is such a part. To find it, the search cuts out a region
-/// that overlaps the remainder, and continues in a part of the remainder that is not full.
+/// Counting elements shows whether such a part exists. To find it, the search repeatedly cuts a
+/// held region out of the remainder. It continues in a part of the remainder that is not covered.
 fn gap(whole: Region, mut held: Vec<&Region>) -> Option<Region> {
     if is_full(&whole, &held) {
         return None;
@@ -187,7 +187,7 @@ fn is_full(whole: &Region, held: &[&Region]) -> bool {
     parts.fold(0u128, |sum, part| sum.saturating_add(elements(&part))) == elements(whole)
 }
 
-/// Like [`Region::elements`], but also for regions too large for any memory.
+/// Counts the elements like [`Region::elements`], but also for regions larger than any memory.
 fn elements(region: &Region) -> u128 {
     region.ranges().fold(1, |product, range| {
         u128::saturating_mul(product, range.len() as u128)

@@ -12,13 +12,13 @@ pub enum ShardingError {
     /// The spec names an axis that the mesh does not have.
     #[error("{spec}: dimension {dim} is divided over axis `{axis}`, but the mesh is {mesh}")]
     UnknownAxis {
-        /// The divided dimension.
+        /// Index of the dimension that the unknown axis divides.
         dim: usize,
         /// The unknown axis.
         axis: String,
-        /// The spec.
+        /// The spec that names the axis.
         spec: Spec,
-        /// The mesh.
+        /// The mesh that lacks the axis.
         mesh: Mesh,
     },
     /// The spec uses an axis more than once.
@@ -30,14 +30,14 @@ pub enum ShardingError {
         first: usize,
         /// The dimension that the axis divides again; may be the same.
         second: usize,
-        /// The spec.
+        /// The spec that uses the axis twice.
         spec: Spec,
     },
     /// The spec has more entries than the array has dimensions.
     #[error("{spec} has {} entries, but shape {shape:?} has {} \
         dimensions", spec.entries().len(), shape.len())]
     SpecTooLong {
-        /// The spec.
+        /// The spec that is too long.
         spec: Spec,
         /// The array's shape.
         shape: Vec<usize>,
@@ -54,7 +54,7 @@ pub enum ShardingError {
         parts: usize,
         /// The array's shape.
         shape: Vec<usize>,
-        /// The spec.
+        /// The spec that divides the dimension.
         spec: Spec,
     },
     /// The job has no such device.
@@ -73,12 +73,12 @@ pub enum ShardingError {
         /// The sharding as text.
         sharding: String,
     },
-    /// The mesh does not have an axis that was to be unreduced.
+    /// The mesh lacks an axis that was given as unreduced.
     #[error("axis `{axis}` cannot be unreduced: the mesh is {mesh}")]
     UnreducedUnknownAxis {
         /// The axis that the mesh lacks.
         axis: String,
-        /// The mesh.
+        /// The mesh that lacks the axis.
         mesh: Mesh,
     },
     /// An axis is given twice in a list of unreduced axes.
@@ -91,23 +91,23 @@ pub enum ShardingError {
     /// summand.
     #[error("axis `{axis}` cannot be unreduced: {spec} divides dimension {dim} over it")]
     UnreducedDivides {
-        /// The axis that was to be unreduced.
+        /// The axis that was given as unreduced.
         axis: String,
         /// The dimension that the axis divides.
         dim: usize,
-        /// The spec.
+        /// The sharding's spec, which divides the dimension.
         spec: Spec,
     },
     /// A list of chunk placements is empty.
     #[error("the chunks of dimension {dim} are placed nowhere")]
     NoPlacements {
-        /// The dimension to be cut, as it was given: from the end if negative.
+        /// The dimension that the chunks divide, as given; a negative number counts from the end.
         dim: isize,
     },
     /// A device is given two chunks.
     #[error("chunks {first} and {second} of dimension {dim} are both placed on device {device}")]
     PlacedTwice {
-        /// The dimension to be cut, as it was given: from the end if negative.
+        /// The dimension that the chunks divide, as given; a negative number counts from the end.
         dim: isize,
         /// The device with two chunks.
         device: DeviceId,
@@ -116,10 +116,10 @@ pub enum ShardingError {
         /// The index of the second chunk placed on the device.
         second: usize,
     },
-    /// The array does not have the dimension that should be cut into chunks.
+    /// The array lacks the dimension that the chunks divide.
     #[error("chunks of dimension {dim}: shape {shape:?} has {}", dims(.shape))]
     DimOutOfRange {
-        /// The dimension to be cut, as it was given: from the end if negative.
+        /// The dimension that the chunks divide, as given; a negative number counts from the end.
         dim: isize,
         /// The array's shape.
         shape: Vec<usize>,
@@ -195,14 +195,14 @@ pub enum ShardingError {
         /// The array's shape.
         shape: Vec<usize>,
     },
-    /// No shard holds a part of the array.
+    /// Some elements of the array are in no shard.
     #[error("no device has {region} of shape {shape:?}; there are {shards} shards")]
     Gap {
-        /// A region without a holder. There may be others.
+        /// A region that no shard contains. There may be others.
         region: Region,
         /// The array's shape.
         shape: Vec<usize>,
-        /// Number of shards.
+        /// Number of shards in the list.
         shards: usize,
     },
     /// A rank is given two chunks.
@@ -237,7 +237,8 @@ pub enum ShardingError {
     },
 }
 
-/// Returns the advice to pad a dimension, if there is such a size.
+/// Returns the advice to pad a dimension of `size` indices, or an empty string if the padded size
+/// overflows.
 fn padding(size: usize, parts: usize) -> String {
     let padded = size.checked_next_multiple_of(parts);
     padded.map_or(String::new(), |padded| format!("pad it to {padded}, or "))

@@ -8,19 +8,21 @@ use parking_lot::Mutex;
 use super::{Layout, ShardingKind};
 use crate::topology::DeviceId;
 
-/// Number of entries above which the interner removes dead entries.
+/// Minimum number of entries at which [`Interner::sweep`] removes dead entries.
 const SWEEP_ABOVE: usize = 256;
 
-/// The data that equal shardings share.
+/// The data of a sharding, shared by all equal shardings of the process.
 pub(super) struct InternedSharding {
     pub(super) kind: ShardingKind,
     pub(super) fingerprint: u64,
-    /// The devices of listed shards, in the order of the list. Empty for other kinds.
+    /// The devices of an enumerated sharding, in the order of its list of shards. Empty for other
+    /// kinds.
     pub(super) listed: Vec<DeviceId>,
     pub(super) layouts: Mutex<HashMap<Box<[usize]>, Arc<Layout>>>,
 }
 
-/// Returns the one object with this value; creates it if there is none. Takes the interner's lock.
+/// Returns the one object of this process for a sharding of kind `kind`, and creates it if needed.
+/// Takes the interner's lock.
 pub(super) fn intern(kind: ShardingKind) -> Arc<InternedSharding> {
     let fingerprint = kind.fingerprint();
 
@@ -55,20 +57,20 @@ pub(super) fn intern(kind: ShardingKind) -> Arc<InternedSharding> {
     inner
 }
 
-/// The table of all live shardings of this process. It only makes equal values one object and
-/// changes no result.
+/// The table of all live shardings of this process. It makes equal shardings one object; results do
+/// not depend on it.
 static INTERNER: LazyLock<Mutex<Interner>> = LazyLock::new(Mutex::default);
 
 #[derive(Default)]
 struct Interner {
     by_fingerprint: HashMap<u64, Vec<Weak<InternedSharding>>>,
-    /// The number of entries above which the next sweep happens.
+    /// Number of entries that must be exceeded before the next sweep.
     sweep_above: usize,
 }
 
 impl Interner {
-    /// Removes dead entries, often enough that the table stays proportional to the number of live
-    /// shardings.
+    /// Removes dead entries if the table has doubled since the last sweep. So its size stays
+    /// proportional to the number of live shardings.
     fn sweep(&mut self) {
         if self.by_fingerprint.len() <= self.sweep_above.max(SWEEP_ABOVE) {
             return;

@@ -10,50 +10,50 @@ use crate::region::Region;
 use crate::topology::mesh::DeviceList;
 use crate::topology::{DeviceId, Mesh};
 
-/// Number of shards that the text of an enumerated sharding shows.
+/// Maximum number of shards that the displayed text of an enumerated sharding lists.
 const SHARDS_SHOWN: usize = 8;
 
-/// The kinds of [`Sharding`](super::Sharding), with their data.
+/// The kinds of [`Sharding`](super::Sharding) and the data of each kind.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum ShardingKind {
     /// Dimensions divided over the axes of a mesh.
     Named {
-        /// The mesh.
+        /// The mesh over which the array is divided.
         mesh: Mesh,
         /// The mesh axes that divide each dimension.
         spec: Spec,
-        /// The axes over which the shards are partial sums, in the order of the mesh. The values of
-        /// the array are the sums over them.
+        /// The axes over which the shards are partial sums, in the order of the mesh. Each value of
+        /// the array is the sum of its shards along these axes.
         unreduced: Vec<String>,
-        /// The memory of the devices that holds the shards.
+        /// The memory, of each device or its host, that holds the shards.
         memory_kind: MemoryKind,
     },
     /// One dimension cut into chunks of one size. Only the trailing chunks may be short or empty.
     Chunk {
-        /// The dimension; if negative it counts from the end.
+        /// The divided dimension; a negative number counts from the end.
         dim: isize,
         /// The device of each chunk, in the order of the chunks.
         placements: Vec<DeviceId>,
-        /// The memory of the devices that holds the chunks.
+        /// The memory, of each device or its host, that holds the chunks.
         memory_kind: MemoryKind,
     },
     /// Shards listed one by one. Applies only to the shape that they fill.
     Enumerated {
         /// The (device, region) of each shard, in the order of the list.
         shards: Vec<(DeviceId, Region)>,
-        /// The memory of the devices that holds the shards.
+        /// The memory, of each device or its host, that holds the shards.
         memory_kind: MemoryKind,
     },
     /// The whole array on one device.
     SingleDevice {
-        /// The device.
+        /// The device that holds the array.
         device: DeviceId,
-        /// The memory of the device that holds the array.
+        /// The memory, of the device or its host, that holds the array.
         memory_kind: MemoryKind,
     },
 }
 
-/// A memory that belongs to a device.
+/// The memory that holds the shards: the device's or its host's.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryKind {

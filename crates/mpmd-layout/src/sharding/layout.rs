@@ -5,32 +5,32 @@ use crate::region::Region;
 use crate::topology::DeviceId;
 use crate::topology::mesh::DeviceIndex;
 
-/// The region that each device holds of an array of one shape.
+/// The region of an array that each device holds, for an array of one shape.
 ///
-/// Layouts are equal if shape, devices in their order, regions and partial sums are equal, even if
-/// they come from different shardings.
+/// Layouts are equal if their shapes, devices (in order), regions and partial sums are equal, even
+/// if they come from different shardings.
 #[derive(Clone, Debug)]
 pub struct Layout {
     shape: Vec<usize>,
     devices: Vec<DeviceId>,
-    /// In the order of `devices`.
+    /// The region of each device, in the order of `devices`.
     regions: Vec<Region>,
     fully_replicated: bool,
     /// Number of partial sums.
     terms: usize,
     /// Index of the partial sum that each device holds, in the order of `devices`. Empty if there
-    /// is one.
+    /// is only one partial sum.
     term_of: Vec<usize>,
     fingerprint: u64,
-    /// The indices in `devices`, ascending by device.
+    /// Each device with its index in `devices`, ascending by device.
     places: Vec<DeviceIndex>,
 }
 
 impl Layout {
-    /// Creates a layout in which `devices[i]` holds `regions[i]`. `fully_replicated` says that the
-    /// sharding divides nothing. It is separate because all regions of an empty array may be equal
-    /// although a sharding divides it. The regions of two devices must be equal or disjoint, which
-    /// is not checked.
+    /// Creates a layout in which `devices[i]` holds `regions[i]`. `fully_replicated` is true if the
+    /// sharding divides no dimension. The regions alone cannot tell, because all regions of an
+    /// empty array may be equal. The regions of two devices must be equal or disjoint, which is not
+    /// checked.
     ///
     /// # Panics
     ///
@@ -84,12 +84,12 @@ impl Layout {
         }
     }
 
-    /// Makes the regions partial sums: the device at index `place` holds the partial sum
-    /// `term_of[place]` of its region. The values of the array are the sums over all terms.
+    /// Makes the shards partial sums: device `i` of the layout holds the partial sum with index
+    /// `term_of[i]` of its region. Each value of the array is the sum of all its partial sums.
     ///
     /// # Panics
     ///
-    /// If there is not one term for each device, or a term below the highest is missing.
+    /// If `term_of` has not one index for each device, or if an index below the highest is missing.
     #[must_use]
     pub(super) fn with_terms(mut self, term_of: Vec<usize>) -> Self {
         assert_eq!(
@@ -141,18 +141,18 @@ impl Layout {
         self.devices.iter().copied().zip(&self.regions)
     }
 
-    /// Returns the number of partial sums of the array; 1 if nothing is unreduced.
+    /// Returns the number of partial sums of the array; 1 if no axis is unreduced.
     pub fn terms(&self) -> usize {
         self.terms
     }
 
-    /// Returns the index of the partial sum, below [`terms`](Self::terms), that the device at index
-    /// `place` holds. It combines the device's coordinates along the unreduced axes, major to minor
-    /// in the order of the mesh.
+    /// Returns the index of the partial sum that the device at index `place` of
+    /// [`devices`](Self::devices) holds. The index is below [`terms`](Self::terms). It combines the
+    /// device's coordinates along the unreduced axes, major to minor in the order of the mesh.
     ///
     /// # Panics
     ///
-    /// If there is no device at that index.
+    /// If `place` is not below the number of devices.
     pub fn term_of(&self, place: usize) -> usize {
         assert!(
             place < self.devices.len(),
@@ -162,8 +162,8 @@ impl Layout {
         self.term_of.get(place).copied().unwrap_or(0)
     }
 
-    /// True if the sharding divides nothing: every device holds the whole array, or a partial sum
-    /// of all of it.
+    /// True if the sharding divides no dimension: every device holds the whole array, or a partial
+    /// sum of the whole array.
     pub fn fully_replicated(&self) -> bool {
         self.fully_replicated
     }

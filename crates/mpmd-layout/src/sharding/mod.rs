@@ -30,11 +30,12 @@ use crate::topology::{DeviceId, Mesh, Topology};
 use crate::tree::Leaf;
 use intern::{InternedSharding, intern};
 
-/// The number of shapes for which a sharding caches layouts. A program has few shapes; one with an
-/// endless number of them clears the cache and starts over.
+/// Maximum number of layouts that a sharding caches, one for each shape. A further shape clears the
+/// cache.
 const CACHED_LAYOUTS: usize = 1024;
 
-/// The assignment of an array's regions to devices, for arrays of any shape that it can divide.
+/// An assignment of an array's regions to devices. Applies to arrays of every shape that it can
+/// divide.
 ///
 /// Equal shardings of one process are one object, so cloning and comparing are pointer operations.
 #[derive(Clone)]
@@ -43,7 +44,7 @@ pub struct Sharding {
 }
 
 impl Mesh {
-    /// Returns the sharding of arrays over this mesh by `spec`, in device memory.
+    /// Returns the sharding of arrays over this mesh as `spec` says, in device memory.
     ///
     /// Does not check that mesh and spec fit together: [`Sharding::layout`] does.
     pub fn sharding(&self, spec: Spec) -> Sharding {
@@ -58,8 +59,8 @@ impl Mesh {
 }
 
 impl Sharding {
-    /// Creates the sharding that divides dimensions over the axes of `mesh` as `spec` says, in the
-    /// memory `memory_kind` of the devices.
+    /// Creates the sharding that divides dimensions over the axes of `mesh` as `spec` says.
+    /// `memory_kind` is the memory that holds the shards.
     ///
     /// Does not check that mesh and spec fit together: [`layout`](Self::layout) does.
     pub fn named(mesh: Mesh, spec: Spec, memory_kind: MemoryKind) -> Self {
@@ -79,17 +80,16 @@ impl Sharding {
         })
     }
 
-    /// Creates the sharding that cuts dimension `dim` into one chunk for each placement. Chunk `i`
-    /// is on device `placements[i]`, in the device's own memory. A negative `dim` counts from the
-    /// end.
+    /// Creates the sharding that divides dimension `dim` into one chunk for each placement. Device
+    /// `placements[i]` holds chunk `i` in its own memory. A negative `dim` counts from the end.
     ///
     /// With `n` indices and `k` placements each chunk has `ceil(n / k)` indices. The trailing
-    /// chunks have the rest and may be empty. [`layout`](Self::layout) checks that the array has
-    /// the dimension.
+    /// chunks may be shorter or empty. [`layout`](Self::layout) checks that the array has the
+    /// dimension.
     ///
     /// # Errors
     ///
-    /// If there are no placements, or a device comes twice.
+    /// If there are no placements, or a device is listed twice.
     pub fn chunk(dim: isize, placements: Vec<DeviceId>) -> Result<Self, ShardingError> {
         chunk::check(dim, &placements)?;
         let memory_kind = MemoryKind::Device;
@@ -101,13 +101,13 @@ impl Sharding {
     }
 
     /// Creates the sharding with these (device, region) shards, in the devices' own memory. The
-    /// regions must be disjoint and together fill an array. Empty ones are allowed.
+    /// regions must be disjoint and together fill an array. Empty regions are allowed.
     /// [`layout`](Self::layout) checks that they fill an array of its shape.
     ///
     /// # Errors
     ///
-    /// If there are no shards, they have different numbers of dimensions, a device comes twice, or
-    /// two shards overlap. The error names the shards.
+    /// If there are no shards, they have different numbers of dimensions, a device is listed twice,
+    /// or two shards overlap. The error names the shards.
     pub fn enumerated(shards: Vec<(DeviceId, Region)>) -> Result<Self, ShardingError> {
         enumerated::check(&shards)?;
         let memory_kind = MemoryKind::Device;
@@ -117,12 +117,12 @@ impl Sharding {
         }))
     }
 
-    /// Returns the sharding of an array of `shape` that has each region on one device only: the
-    /// first that holds it here, in the order of [`devices`](Self::devices).
+    /// Returns the sharding of an array of `shape` in which each region is on one device only. That
+    /// is the first of [`devices`](Self::devices) that holds the region in this sharding.
     ///
     /// # Errors
     ///
-    /// Those of [`Sharding::layout`].
+    /// The errors of [`Sharding::layout`].
     pub fn first_holders(&self, shape: &[usize]) -> Result<Self, ShardingError> {
         let layout = self.layout(shape)?;
         let mut seen = HashSet::new();
@@ -136,21 +136,21 @@ impl Sharding {
         )
     }
 
-    /// Returns the sharding with the same regions in the memory `memory_kind` of the devices.
+    /// Returns the sharding with the same regions, held in the memory `memory_kind`.
     #[must_use]
     pub fn with_memory_kind(&self, memory_kind: MemoryKind) -> Self {
         Self::of_kind(self.inner.kind.with_memory_kind(memory_kind))
     }
 
-    /// Returns the sharding with the same regions, in which they hold partial sums. The values of
-    /// the array are the sums over these axes of the mesh. The axes replace any earlier
+    /// Returns the sharding with the same regions, whose shards are partial sums. The values of the
+    /// array are the sums over these axes of the mesh. The axes replace any earlier
     /// [`unreduced_axes`](Self::unreduced_axes); their order does not matter. A `device_put` to a
     /// sharding without unreduced axes adds the sums up.
     ///
     /// # Errors
     ///
-    /// If an axis is given for a sharding without a mesh, or the mesh does not have it. Also if the
-    /// spec divides a dimension over the axis, or it comes twice.
+    /// If an axis is given for a sharding without a mesh, or the mesh lacks the axis. Also if the
+    /// spec divides a dimension over the axis, or the axis is given twice.
     pub fn unreduced(&self, axes: &[&str]) -> Result<Self, ShardingError> {
         match &self.inner.kind {
             ShardingKind::Named {
@@ -181,8 +181,8 @@ impl Sharding {
         }
     }
 
-    /// Returns the sharding with the same regions and no unreduced axes: the sharding after the
-    /// partial sums are added up.
+    /// Returns the sharding with the same regions and no unreduced axes. It describes the array
+    /// after its partial sums are added up.
     #[must_use]
     pub fn reduced(&self) -> Self {
         match &self.inner.kind {
@@ -228,9 +228,9 @@ impl Sharding {
         }
     }
 
-    /// Returns the axes over which the shards are partial sums, in the order of the mesh; none if
-    /// the shards are values. Axes of size 1 are included, so that a program's correctness does not
-    /// depend on the size of its mesh.
+    /// Returns the axes over which the shards are partial sums, in the order of the mesh. Empty if
+    /// the shards hold the array's values. Axes of size 1 are included, so that a program's
+    /// correctness does not depend on the size of its mesh.
     pub fn unreduced_axes(&self) -> &[String] {
         match &self.inner.kind {
             ShardingKind::Named { unreduced, .. } => unreduced,
@@ -238,18 +238,18 @@ impl Sharding {
         }
     }
 
-    /// Returns the memory of the devices that holds the shards.
+    /// Returns the memory that holds the shards: each device's own, or its host's.
     pub fn memory_kind(&self) -> MemoryKind {
         self.inner.kind.memory_kind()
     }
 
-    /// Returns the layout of an array of `shape`. The sharding caches it by shape.
+    /// Returns the layout of an array of `shape`. The sharding caches layouts by shape.
     ///
     /// # Errors
     ///
-    /// - Named: an axis is not in the mesh or divides twice, the spec is longer than the shape, or
+    /// - Named: an axis is not in the mesh or is used twice, the spec is longer than the shape, or
     ///   a dimension does not divide evenly.
-    /// - Chunks: the array does not have the dimension.
+    /// - Chunks: the array lacks the divided dimension.
     /// - Enumerated: the shards do not fill an array of `shape`.
     pub fn layout(&self, shape: &[usize]) -> Result<Arc<Layout>, ShardingError> {
         if let Some(layout) = self.inner.layouts.lock().get(shape) {

@@ -4,8 +4,8 @@ use super::{Layout, ShardingError, Spec, SpecEntry};
 use crate::region::Region;
 use crate::topology::Mesh;
 
-/// Returns the layout of an array of `shape` that `spec` divides over `mesh`. Fails if the three do
-/// not fit together.
+/// Returns the layout of an array of `shape` whose dimensions `spec` divides over `mesh`. Fails if
+/// the three do not fit together.
 pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout, ShardingError> {
     let dims = divide(mesh, spec, shape)?;
     let fully_replicated = dims.iter().all(|dim| dim.parts == 1);
@@ -26,8 +26,8 @@ pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout
     ))
 }
 
-/// Returns the axes in the order of the mesh. Fails if an axis is unknown, comes twice, or divides
-/// a dimension: then shards cannot be partial sums over it.
+/// Returns the unreduced axes in the order of the mesh. Fails if an axis is unknown, is given
+/// twice, or divides a dimension.
 pub(super) fn unreduced(
     mesh: &Mesh,
     spec: &Spec,
@@ -63,8 +63,9 @@ pub(super) fn unreduced(
         .collect())
 }
 
-/// Returns the index of the partial sum that each device holds, in the mesh's row-major order. The
-/// index combines the device's coordinates along the axes, major to minor in the order given.
+/// Returns the index of each device's partial sum, in the mesh's row-major order of devices. The
+/// index combines the device's coordinates along the unreduced axes, major to minor in the order
+/// given.
 pub(super) fn terms(mesh: &Mesh, unreduced: &[String]) -> Vec<usize> {
     let axes: Vec<usize> = unreduced
         .iter()
@@ -79,7 +80,7 @@ pub(super) fn terms(mesh: &Mesh, unreduced: &[String]) -> Vec<usize> {
     (0..mesh.devices().len()).map(term).collect()
 }
 
-/// The division of one dimension.
+/// The division of one dimension over mesh axes.
 struct DividedDim {
     /// Indices of the dividing mesh axes, major to minor.
     axes: Vec<usize>,
@@ -89,8 +90,8 @@ struct DividedDim {
 }
 
 impl DividedDim {
-    /// Returns the half-open (start, end) of the part that the device at these mesh coordinates
-    /// holds.
+    /// Returns (start, end) of the part of the dimension held by the device at these mesh
+    /// coordinates. The end is exclusive.
     fn part(&self, mesh: &Mesh, coordinates: &[usize]) -> (usize, usize) {
         let part = self.axes.iter().fold(0, |part, axis| {
             part * mesh.shape()[*axis] + coordinates[*axis]

@@ -4,8 +4,8 @@ use std::fmt;
 
 use crate::fingerprint::Fingerprint;
 
-/// The mesh axes that divide each dimension, one entry for each of the first dimensions. Dimensions
-/// beyond the last entry are not divided.
+/// The mesh axes that divide each dimension of an array, one entry for each of the first
+/// dimensions. Dimensions beyond the last entry are not divided.
 ///
 /// `spec![None, "model"]` divides dimension 1 over axis `model`. `spec![("data", "model"), None]`
 /// divides dimension 0 over two axes, the first of them major.
@@ -15,12 +15,12 @@ pub struct Spec(Vec<SpecEntry>);
 /// The mesh axes that divide one dimension.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub enum SpecEntry {
-    /// Not divided.
+    /// The dimension is not divided.
     #[default]
     None,
-    /// Divided over the axis of this name.
+    /// The dimension is divided over the axis of this name.
     Axis(String),
-    /// Divided over the axes of these names, major to minor.
+    /// The dimension is divided over the axes of these names, major to minor.
     Axes(Vec<String>),
 }
 

@@ -7,11 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use super::{DeviceId, DeviceKind, ProcessId, Topology};
 
-/// The path of collectives between CUDA devices inside kernels: one setting for a whole job.
+/// The way in which CUDA devices exchange data in the collectives inside kernels. One setting
+/// applies to the whole job.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CudaCollectives {
-    /// Through the host's pinned memory and the job's transports. Results have the same bits as on
+    /// Through the host's pinned memory and the job's transports. Results are bit for bit those of
     /// CPU devices.
     #[default]
     Host,
@@ -41,7 +42,7 @@ impl CudaCollectives {
         }
     }
 
-    /// Returns the setting that has this name, or `None` if there is none. Case matters.
+    /// Returns the setting with this name, or `None` if no setting has it. Case matters.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|way| way.name() == name)
     }
@@ -54,22 +55,22 @@ impl fmt::Display for CudaCollectives {
 }
 
 impl Topology {
-    /// Returns a copy of the topology that sets the path for collectives of CUDA devices to `way`.
-    /// The default is [`Host`](CudaCollectives::Host).
+    /// Returns a copy of the topology in which collectives of CUDA devices use `way`. The default
+    /// is [`Host`](CudaCollectives::Host).
     #[must_use]
     pub fn with_cuda_collectives(&self, way: CudaCollectives) -> Self {
         self.with(|inner| inner.collectives = way)
     }
 
-    /// Returns the path set for collectives of CUDA devices. With [`Nccl`](CudaCollectives::Nccl),
+    /// Returns the setting for collectives of CUDA devices. With [`Nccl`](CudaCollectives::Nccl),
     /// groups and dtypes that NCCL does not support still go through the host.
     pub fn cuda_collectives(&self) -> CudaCollectives {
         self.inner.collectives
     }
 
-    /// Returns a copy of the topology that knows the GPUs of a process's devices of kind
-    /// [`Cuda`](DeviceKind::Cuda). `gpus` are in the devices' order. Devices with unknown GPUs
-    /// count as all different.
+    /// Returns a copy of the topology that records the GPU of each [`Cuda`](DeviceKind::Cuda)
+    /// device of `process`. `gpus` has one id for each such device, in order. Devices without a
+    /// recorded GPU count as having different GPUs.
     #[must_use]
     #[doc(hidden)]
     pub fn with_gpus_of(&self, process: ProcessId, gpus: &[GpuId]) -> Self {
@@ -79,7 +80,7 @@ impl Topology {
         self.with(|inner| inner.gpus.extend(known))
     }
 
-    /// True if the GPU of at least one device of the process is known.
+    /// True if the topology records the GPU of at least one device of the process.
     #[doc(hidden)]
     pub fn knows_gpus_of(&self, process: ProcessId) -> bool {
         self.devices_of(process)
@@ -87,9 +88,9 @@ impl Topology {
             .any(|device| self.inner.gpus.contains_key(device))
     }
 
-    /// True if these devices can run collectives by NCCL: it is chosen, and they are two or more
-    /// CUDA devices. No two of them may be known to share a GPU. The same on all processes that own
-    /// some of them.
+    /// True if these devices run their collectives by NCCL: the setting is
+    /// [`Nccl`](CudaCollectives::Nccl), and they are two or more CUDA devices. No two of them may
+    /// be known to share a GPU. The result is the same on all processes that own some of them.
     #[doc(hidden)]
     pub fn are_joined(&self, devices: &[DeviceId]) -> bool {
         if self.inner.collectives != CudaCollectives::Nccl || devices.len() < 2 {

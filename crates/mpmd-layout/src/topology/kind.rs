@@ -26,18 +26,18 @@ impl DeviceKind {
         }
     }
 
-    /// True if devices of this kind have memory of their own, which the host cannot read.
+    /// True if devices of this kind have separate memory that the host cannot read.
     pub fn is_accelerator(self) -> bool {
         self == Self::Cuda
     }
 
-    /// Returns the kind that has this name, or `None` if there is none. Case matters.
+    /// Returns the kind with this name, or `None` if no kind has it. Case matters.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Parses the device kinds of a job: one kind for all processes, or one for each process,
-    /// separated by commas. Returns `None` if a name is not a kind.
+    /// Parses a list of device kinds separated by commas: one kind for all processes of a job, or
+    /// one for each. Returns `None` if a name is not a kind.
     pub fn list(text: &str) -> Option<Vec<Self>> {
         text.split(',')
             .map(|name| Self::named(name.trim()))

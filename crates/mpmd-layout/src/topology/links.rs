@@ -4,7 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The distance between two devices, in order from the nearest to the farthest.
+/// The distance between two devices: the kind of link between them. Ordered from nearest to
+/// farthest.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LinkClass {
@@ -33,13 +34,13 @@ pub struct LinkSpeed {
 /// the same plans.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct LinkSpeeds {
-    /// Within a device's memory.
+    /// Cost of a copy within one device's memory.
     pub same_device: LinkSpeed,
-    /// Between devices of a process.
+    /// Cost between two devices of a process.
     pub same_process: LinkSpeed,
-    /// Between processes of a host.
+    /// Cost between two processes on a host.
     pub same_host: LinkSpeed,
-    /// Between hosts.
+    /// Cost between two hosts.
     pub network: LinkSpeed,
 }
 
@@ -91,8 +92,8 @@ impl LinkSpeeds {
     }
 }
 
-/// Costs of a common machine with a network of 10 Gbit/s, rounded. On many machines the resulting
-/// plans differ little.
+/// Rounded costs of a common machine with a network of 10 Gbit/s. The costs of other machines often
+/// lead to similar plans.
 impl Default for LinkSpeeds {
     fn default() -> Self {
         Self {

@@ -21,9 +21,9 @@ struct MeshInner {
     fingerprint: u64,
     names: Vec<String>,
     shape: Vec<usize>,
-    /// Row-major.
+    /// The devices in row-major order.
     devices: Vec<DeviceId>,
-    /// The indices in `devices`, ascending by device.
+    /// The indices in `devices`, in ascending order of the devices' ids.
     places: Vec<DeviceIndex>,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct DeviceIndex {
 }
 
 impl DeviceIndex {
-    /// Returns the indices of devices, in the order of the devices' ids.
+    /// Pairs each device with its index in the list. Sorts the pairs by device id.
     pub(crate) fn sorted(devices: &[DeviceId]) -> Vec<Self> {
         let mut places: Vec<Self> = devices
             .iter()
@@ -50,8 +50,8 @@ impl DeviceIndex {
 
 impl Mesh {
     /// Creates a mesh from the (name, size) of each axis, major to minor. `devices` are in
-    /// row-major order: the last axis varies fastest. One size may be -1: the number of devices
-    /// that the other axes leave. Beside it, sizes are signed (`tp as isize`).
+    /// row-major order: the last axis varies fastest. One size may be -1, which stands for the
+    /// number of devices divided by the other sizes. Sizes must be signed then (`tp as isize`).
     ///
     /// ```
     /// use mpmd_layout::topology::{DeviceId, Mesh};
@@ -63,8 +63,8 @@ impl Mesh {
     ///
     /// # Errors
     ///
-    /// If the sizes do not multiply to the number of devices, or a device comes twice. Also if an
-    /// axis has no name, the name of another axis, or size 0.
+    /// If the sizes do not multiply to the number of devices, or a device is listed twice. Also if
+    /// an axis has no name, the name of another axis, or size 0.
     pub fn new<S: Copy + TryInto<isize>>(
         axes: &[(&str, S)],
         devices: Vec<DeviceId>,
@@ -170,7 +170,7 @@ impl Mesh {
         self.axis(axis).map(|index| self.inner.shape[index])
     }
 
-    /// Returns a device's index along every axis, or `None` if it is not in the mesh.
+    /// Returns a device's index along every axis, or `None` if the device is not in the mesh.
     pub fn position(&self, device: DeviceId) -> Option<Vec<usize>> {
         self.place(device).map(|place| self.coordinates(place))
     }
@@ -180,8 +180,9 @@ impl Mesh {
         self.inner.fingerprint
     }
 
-    /// Splits the mesh into one mesh for each index of `axis`, without that axis: for example the
-    /// stages of a pipeline. If it is the only axis, the pieces keep it with size 1.
+    /// Splits the mesh into one mesh for each index of `axis`, for example the stages of a
+    /// pipeline. The resulting meshes lack the axis. If it is the only axis, they keep it with size
+    /// 1.
     ///
     /// # Errors
     ///
@@ -208,11 +209,11 @@ impl Mesh {
         Ok((0..self.inner.shape[index]).map(piece).collect())
     }
 
-    /// Returns the part of the mesh with these indices of `axis`; the axis stays.
+    /// Returns the part of the mesh whose indices along `axis` are in `range`. The axis stays.
     ///
     /// # Errors
     ///
-    /// If the mesh has no such axis, or the range is empty or ends past it.
+    /// If the mesh has no such axis, or `range` is empty or ends past the axis.
     pub fn slice(&self, axis: &str, range: Range<usize>) -> Result<Self, MeshError> {
         let index = self.axis(axis)?;
         if range.is_empty() || range.end > self.inner.shape[index] {
@@ -226,8 +227,8 @@ impl Mesh {
         Ok(self.part(index, range))
     }
 
-    /// Returns the devices that differ from `device` only along `axis`, including `device`, in the
-    /// axis' order.
+    /// Returns the devices that differ from `device` only in their index along `axis`, including
+    /// `device`. They are in order of that index.
     ///
     /// # Errors
     ///
@@ -242,7 +243,8 @@ impl Mesh {
         Ok(self.group_at(index, place))
     }
 
-    /// Returns the index along every axis of the device at row-major index `place`.
+    /// Returns the indices along every axis of the device at position `place` of the row-major
+    /// order.
     #[doc(hidden)]
     pub fn coordinates(&self, mut place: usize) -> Vec<usize> {
         let mut coordinates = vec![0; self.inner.shape.len()];
@@ -271,8 +273,8 @@ impl Mesh {
         Some(self.inner.places[at].index)
     }
 
-    /// Returns the distance in row-major order of two devices that are neighbours along axis number
-    /// `index`.
+    /// Returns the distance in row-major order between two devices that are neighbours along the
+    /// axis with index `index`.
     fn stride(&self, index: usize) -> usize {
         self.inner.shape[index + 1..].iter().product()
     }
@@ -328,14 +330,14 @@ impl fmt::Debug for Mesh {
 
 impl Leaf for Mesh {}
 
-/// Formats devices as bare numbers: `[0, 1, 2]`. Long lists are shown as runs, `[0-1023]`, so that
-/// messages stay short.
+/// A list of devices that is displayed as bare numbers: `[0, 1, 2]`. A long list is displayed as
+/// runs, `[0-1023]`, so that messages stay short.
 pub(crate) struct DeviceList<'a>(pub(crate) &'a [DeviceId]);
 
-/// Number of devices up to which all are listed one by one.
+/// Maximum number of devices that are displayed one by one.
 const LISTED: usize = 32;
 
-/// Number of runs of consecutive ids that are shown of a longer list.
+/// Number of runs of consecutive ids that are displayed of a longer list.
 const RUNS_SHOWN: usize = 8;
 
 impl fmt::Display for DeviceList<'_> {
@@ -366,8 +368,8 @@ impl fmt::Display for DeviceList<'_> {
     }
 }
 
-/// Returns the sizes, with `devices` divided by the product of the others in place of -1. Fails if
-/// two are below 0, one is below -1, or the others do not divide the devices.
+/// Returns the axis sizes with -1 replaced by the number of `devices` divided by the other sizes.
+/// Fails if two sizes are negative, one is below -1, or the others do not divide the devices.
 fn shape(names: &[String], sizes: &[isize], devices: usize) -> Result<Vec<usize>, MeshError> {
     let mut below = (0..sizes.len()).filter(|at| sizes[*at] < 0);
     let rest = below.next();

@@ -42,7 +42,7 @@ pub struct Topology {
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 struct TopologyInner {
-    /// Ascending by id.
+    /// All devices, ascending by id.
     devices: Vec<Device>,
     ids: Vec<DeviceId>,
     /// The devices of each process, indexed by process.
@@ -50,9 +50,9 @@ struct TopologyInner {
     /// The host number of each process, indexed by process. Hosts are numbered by first appearance.
     hosts: Vec<u32>,
     links: LinkSpeeds,
-    /// The path of collectives between CUDA devices.
+    /// The setting for collectives between CUDA devices.
     collectives: CudaCollectives,
-    /// The GPUs of CUDA devices that are known. `with_gpus_of` adds them.
+    /// The recorded GPUs of CUDA devices. `with_gpus_of` adds them.
     gpus: BTreeMap<DeviceId, GpuId>,
 }
 
@@ -90,7 +90,7 @@ pub enum MeshError {
     HostCount {
         /// Number of processes in the job.
         processes: usize,
-        /// Number of hosts given.
+        /// Length of the given list of hosts.
         found: usize,
     },
     /// The number of device kinds given is neither one nor the number of processes.
@@ -100,20 +100,21 @@ pub enum MeshError {
     KindCount {
         /// Number of processes in the job.
         processes: usize,
-        /// Number of kinds given.
+        /// Number of device kinds given.
         found: usize,
     },
-    /// A size below 0 is not -1, comes twice, or the other sizes do not divide the devices.
+    /// An axis size is negative but not -1, two sizes are -1, or the other sizes do not divide the
+    /// number of devices.
     #[error(
         "axis `{axis}` of mesh {mesh} cannot be what is left of {devices} devices: the sizes of \
          the other axes must divide that number, and one axis may be of size -1"
     )]
     Rest {
-        /// The axis.
+        /// The axis with the wrong size.
         axis: String,
         /// The axes and their sizes as text: `{x:-1, y:2}`.
         mesh: String,
-        /// Number of devices.
+        /// Number of devices given for the mesh.
         devices: usize,
     },
     /// The sizes of the axes do not multiply to the number of devices.
@@ -129,7 +130,7 @@ pub enum MeshError {
     /// Two axes have the same name.
     #[error("axis `{axis}` is named twice in {mesh}")]
     DuplicateAxis {
-        /// The repeated name.
+        /// Name of the axis that is repeated.
         axis: String,
         /// The axes and their sizes as text: `{x:2, y:2}`.
         mesh: String,
@@ -144,20 +145,20 @@ pub enum MeshError {
         /// The axes and their sizes as text: `{x:2, y:2}`.
         mesh: String,
     },
-    /// The mesh has no axis of that name.
+    /// The mesh has no axis with the requested name.
     #[error("there is no axis `{axis}` in {mesh}")]
     UnknownAxis {
-        /// The requested name.
+        /// Name of the requested axis.
         axis: String,
         /// The mesh that was searched, as text.
         mesh: String,
     },
-    /// The range of indices is empty or ends past the axis.
+    /// The requested range of indices is empty or ends past the axis.
     #[error("{start}..{end} is no part of axis `{axis}` in {mesh}")]
     Range {
         /// The axis's name.
         axis: String,
-        /// The first requested index.
+        /// First index of the requested range.
         start: usize,
         /// One past the last requested index.
         end: usize,
@@ -222,8 +223,8 @@ impl Topology {
         })
     }
 
-    /// Returns a copy of the topology with process `i` on host `hosts[i]`. Equal values are the
-    /// same host. By default all processes are on one host.
+    /// Returns a copy of the topology in which process `i` runs on host `hosts[i]`. Equal values
+    /// stand for the same host. By default all processes are on one host.
     ///
     /// # Errors
     ///
@@ -245,8 +246,8 @@ impl Topology {
         Ok(self.with(|inner| inner.hosts = hosts))
     }
 
-    /// Returns a copy of the topology with devices of these kinds: one kind for all processes, or
-    /// one for each process in order. By default all devices are [`DeviceKind::Cpu`].
+    /// Returns a copy of the topology in which the devices have the given kinds: one kind for all
+    /// processes, or one for each process in order. By default all devices are [`DeviceKind::Cpu`].
     ///
     /// # Errors
     ///
@@ -270,7 +271,8 @@ impl Topology {
         }))
     }
 
-    /// Returns a copy of the topology with these costs of links. Plans compare routes by them.
+    /// Returns a copy of the topology with other costs of links. Plans compare routes by these
+    /// costs.
     #[must_use]
     pub fn with_links(&self, links: LinkSpeeds) -> Self {
         self.with(|inner| inner.links = links)
@@ -294,9 +296,9 @@ impl Topology {
         Self::with_devices(&vec![devices_per_process; processes])
     }
 
-    /// Creates a job of `processes` processes on one host, over which so many CPU devices are
-    /// divided as evenly as possible; there is at least one for each process. Ids ascend: process 0
-    /// owns the first devices.
+    /// Creates a job of `processes` processes on one host. Divides `devices` CPU devices over them
+    /// as evenly as possible, at least one for each process. Ids ascend: process 0 owns the first
+    /// devices.
     ///
     /// # Panics
     ///
@@ -308,8 +310,8 @@ impl Topology {
         Self::with_devices(&counts.collect::<Vec<_>>())
     }
 
-    /// Creates a job on one host with a process for each number of CPU devices. Ids ascend: process
-    /// 0 owns the first devices. A process may own none.
+    /// Creates a job on one host in which process `i` owns `counts[i]` CPU devices, possibly none.
+    /// Ids ascend: process 0 owns the first devices.
     ///
     /// # Panics
     ///
@@ -355,7 +357,7 @@ impl Topology {
         &self.inner.ids
     }
 
-    /// Returns the device with that id, or `None` if the job has no such device.
+    /// Returns the device with this id, or `None` if the job has no such device.
     pub fn device(&self, device: DeviceId) -> Option<&Device> {
         // Ids are almost always 0, 1, 2…
         let guess = self
@@ -379,7 +381,7 @@ impl Topology {
         self.device(device).map(|device| device.kind)
     }
 
-    /// True if a process owns at least one device with memory of its own.
+    /// True if a process owns at least one device with memory that the host cannot read.
     pub fn has_accelerator(&self, process: ProcessId) -> bool {
         DeviceKind::ALL
             .into_iter()
@@ -406,8 +408,8 @@ impl Topology {
         self.inner.owned.iter().map(Vec::len).collect()
     }
 
-    /// Returns the number of a process's host. Hosts are numbered in the order of their first
-    /// processes. 0 for an unknown process.
+    /// Returns the number of the host on which a process runs. Hosts are numbered by first
+    /// appearance in the order of processes. 0 for an unknown process.
     pub fn host_of(&self, process: ProcessId) -> u32 {
         self.inner.hosts.get(process.index()).copied().unwrap_or(0)
     }

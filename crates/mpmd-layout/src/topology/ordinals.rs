@@ -7,10 +7,10 @@ impl Topology {
     /// in the devices' order. `gpus` is the number of GPUs that the driver shows to this process.
     /// Empty if the process has no such devices or `gpus` is 0.
     ///
-    /// The GPUs of a host go to its processes in order. While there are enough, each device has its
-    /// own; otherwise the numbering starts again at 0 and GPUs are shared. If a launcher sets
-    /// `CUDA_VISIBLE_DEVICES` for each process, a process may see fewer GPUs than its neighbours.
-    /// Its numbering then starts again sooner.
+    /// The GPUs of a host are given to its processes in order. While there are enough, each device
+    /// has a GPU to itself. Otherwise the numbering starts again at 0 and devices share GPUs. If a
+    /// launcher sets `CUDA_VISIBLE_DEVICES` for each process, a process may see fewer GPUs than its
+    /// neighbours. Its numbering then starts again sooner.
     pub fn ordinals(&self, process: ProcessId, gpus: u32) -> Vec<u32> {
         if gpus == 0 {
             return Vec::new();

@@ -6,8 +6,8 @@ use std::marker::PhantomData;
 use super::structure::{build, visit};
 use super::{Leaf, Name, Path, Structure, Tree, TreeError};
 
-/// A tree without leaves, for a kernel without inputs or outputs. (`()` would not name its leaf
-/// type.)
+/// A tree without leaves, for a kernel without inputs or outputs. Unlike `()`, it names its leaf
+/// type.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Empty<L>(PhantomData<fn() -> L>);
 
@@ -181,7 +181,7 @@ fn array<T, const N: usize>(elements: Vec<T>) -> [T; N] {
         .unwrap_or_else(|_| unreachable!("{found} elements made of {N}"))
 }
 
-/// An absent option has no leaves. A present one is its content, without a step in the path.
+/// `None` has no leaves. `Some` has the leaves of its content, with no extra step in their paths.
 /// Therefore [`Tree::build`] cannot tell a nested option from a single one.
 impl<T: Tree> Tree for Option<T> {
     type Leaf = T::Leaf;
@@ -235,7 +235,7 @@ impl<T: Tree> Tree for Option<T> {
     }
 }
 
-/// Branches are named by their keys, and leaves come in the order of the keys.
+/// The branches are named by the map's keys. Leaves come in ascending order of the keys.
 impl<T: Tree> Tree for BTreeMap<String, T> {
     type Leaf = T::Leaf;
     type With<M: Leaf> = BTreeMap<String, T::With<M>>;

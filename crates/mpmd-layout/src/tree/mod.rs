@@ -38,10 +38,10 @@ pub use path::{Name, Path};
 pub use prefix::PrefixTree;
 pub use structure::Structure;
 
-/// A type that can be a tree's leaf. Types declare it: `impl Leaf for Bias {}`.
+/// A type that can be a tree's leaf. Declare it with `impl Leaf for Bias {}`.
 ///
-/// A leaf is a tree of itself, so a type that is a [`Tree`](trait@Tree) of other leaves cannot be
-/// one.
+/// Every leaf is a [`Tree`](trait@Tree) of itself. So a type that is a tree of other leaves cannot
+/// be a leaf.
 pub trait Leaf: Sized {}
 
 /// A structure of leaves of one type.
@@ -56,7 +56,7 @@ pub trait Tree: Sized {
     /// The type of the leaves.
     type Leaf: Leaf;
 
-    /// The same structure with other leaves. `T::With<M>::With<N>` is `T::With<N>`, and
+    /// The same tree type with leaves of type `M`. `T::With<M>::With<N>` is `T::With<N>`, and
     /// `T::With<T::Leaf>` is `T`.
     type With<M: Leaf>: Tree<Leaf = M>;
 
@@ -64,13 +64,13 @@ pub trait Tree: Sized {
     fn structure(&self) -> Structure;
 
     /// True if [`structure`](Self::structure) equals `structure`. Cheaper than creating and
-    /// comparing it.
+    /// comparing a [`Structure`].
     fn has_structure(&self, structure: &Structure) -> bool {
         self.structure() == *structure
     }
 
     /// Calls `f` with the path and a reference of every leaf, in order. `path` is the path from the
-    /// root to this tree; each leaf's path starts with it. Leaves `path` unchanged in the end.
+    /// root to this tree; each leaf's path starts with it. `path` is unchanged afterwards.
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a Self::Leaf));
 
     /// Calls `f` with a reference of every leaf, in order. Cheaper than [`visit`](Self::visit).
@@ -112,7 +112,7 @@ pub trait Tree: Sized {
 
     /// Applies `f` to every leaf, in order, and returns the tree of the results.
     ///
-    /// `Option` and arrays have their own `map`, which takes precedence. For those write
+    /// `Option` and arrays have their own `map`, which takes precedence. For these types, write
     /// `Tree::map(x, f)`.
     fn map<M: Leaf>(self, f: &mut dyn FnMut(Self::Leaf) -> M) -> Self::With<M> {
         let Ok(tree) = self.try_map::<M, Infallible>(&mut |leaf| Ok(f(leaf)));
@@ -181,7 +181,7 @@ pub enum TreeError {
     /// A tree of the requested type cannot have the given structure.
     #[error("at {}: expected {expected}, found {found}", place(path))]
     Structure {
-        /// The path of the place that does not match; empty at the root.
+        /// Path in the tree of the first mismatch; empty at the root.
         path: String,
         /// The structure that the type has at `path`, as text.
         expected: String,
@@ -194,7 +194,7 @@ pub enum TreeError {
         place(path)
     )]
     Prefix {
-        /// The path of the place that does not match; empty at the root.
+        /// Path in the tree of the first mismatch; empty at the root.
         path: String,
         /// The tree's branches at `path`, as text.
         expected: String,
@@ -216,7 +216,8 @@ pub enum TreeError {
 }
 
 impl TreeError {
-    /// Returns the error of a branch as that of the tree that contains it under this name.
+    /// Converts a branch's error to an error of the tree that contains it: puts the branch's name
+    /// in front of the error's path.
     #[must_use]
     pub fn below(mut self, name: &Name) -> Self {
         match &mut self {
@@ -240,7 +241,7 @@ fn place(path: &str) -> String {
     }
 }
 
-/// Takes the place of a leaf that `into_leaves` moves out of its tree.
+/// Placeholder that `into_leaves` leaves in a tree for each leaf that it moves out.
 struct TakenLeaf;
 
 impl Leaf for TakenLeaf {}
@@ -291,7 +292,7 @@ leaves!(
     bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, String, &str
 );
 
-/// References are leaves too, so a tree of references can point into a tree that stays in place.
+/// References are leaves too, so a tree can hold references to the leaves of another tree.
 impl<L: Leaf> Leaf for &L {}
 
 #[cfg(test)]

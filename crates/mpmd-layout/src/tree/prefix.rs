@@ -11,9 +11,9 @@ use super::{Leaf, Path, Structure, Tree, TreeError};
 /// [`Tree`](trait@Tree). Tuples, vectors, arrays and maps of these convert too.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum PrefixTree<L> {
-    /// The value for every leaf at or below this place of the tree.
+    /// One value for every leaf at or below this position in the tree.
     Leaf(L),
-    /// Each branch below this place as (name, prefix).
+    /// Each branch at this position as (name, prefix).
     Node(Vec<(String, PrefixTree<L>)>),
 }
 
@@ -24,11 +24,11 @@ impl<L: Leaf + Clone> PrefixTree<L> {
     }
 
     /// Returns one value for each leaf of a tree of `structure`, in the order of the leaves. A leaf
-    /// of the prefix is cloned for all leaves below its place.
+    /// of the prefix is cloned for all leaves of the tree below it.
     ///
     /// # Errors
     ///
-    /// If this is not a prefix of `structure`. The error names the first place that does not match.
+    /// If this is not a prefix of `structure`. The error has the path of the first mismatch.
     pub fn broadcast(&self, structure: &Structure) -> Result<Vec<L>, TreeError> {
         let mut leaves = Vec::new();
         self.add_leaves(structure, &mut Path::default(), &mut leaves)?;

@@ -11,11 +11,11 @@ use super::{Name, Path, Tree, TreeError};
 /// a vector of two. Clones share their branches, and comparing them takes no time.
 #[derive(Clone, Debug, Eq)]
 pub enum Structure {
-    /// A leaf.
+    /// The tree is a leaf.
     Leaf,
-    /// An option that is `None`: no leaves.
+    /// The tree is an option that is `None`: it has no leaves.
     Absent,
-    /// The branches as (name, structure), in order; possibly none.
+    /// The (name, structure) of each branch of the tree, in order; possibly none.
     Node(Arc<[(Name, Structure)]>),
 }
 
@@ -66,7 +66,7 @@ impl Structure {
     ///
     /// # Errors
     ///
-    /// If this structure is no such node. The error names the root as the place.
+    /// If this structure has no such branches. The path in the error is the root.
     pub fn elements(&self, count: Option<usize>) -> Result<&[(Name, Self)], TreeError> {
         let numbered = |branches: &[(Name, Self)]| {
             branches
@@ -93,7 +93,7 @@ impl Structure {
     ///
     /// # Errors
     ///
-    /// If this structure is no such node. The error names the root as the place.
+    /// If this structure has no such branches. The path in the error is the root.
     pub fn fields(&self, names: &[&'static str]) -> Result<&[(Name, Self)], TreeError> {
         match self {
             Self::Node(branches)
@@ -109,8 +109,8 @@ impl Structure {
         }
     }
 
-    /// Creates the error that this structure was given at the root, where the tree's type needs
-    /// `expected`.
+    /// Creates the error for a tree type that needs the structure `expected` at the root but was
+    /// given this structure.
     pub(super) fn misfit(&self, expected: &Self) -> TreeError {
         self.misfit_text(expected.to_string())
     }

@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 use mpmd_layout::sharding::Layout;
 use mpmd_layout::topology::DeviceId;
 
-/// The common part of operations of the same `PutPlan` or `CallPlan`: kernels and their devices,
-/// results, and messages between devices.
+/// The properties that all operations of one `PutPlan` or `CallPlan` share: kernels and their
+/// devices, results, and messages between devices.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct OpDescriptor {
     /// Description of the operation for messages.
     pub what: String,
     /// Kind of the operation.
     pub kind: OpKind,
-    /// The shards of each result, in the order of the results.
+    /// The shards of each result of the operation, indexed by result.
     pub results: Vec<Vec<ResultShard>>,
     /// Messages between devices, in an order in which they can be sent.
     pub messages: Vec<OpMessage>,
@@ -35,17 +35,18 @@ pub enum OpKind {
     },
     /// An array moves to another sharding.
     Put,
-    /// Devices fill their parts of a new array.
+    /// Devices fill their shards of a new array.
     ArrayFromFn,
-    /// Existing shards get new array handles: by cutting, joining or microbatches.
+    /// Existing shards get new array handles: arrays are cut, joined, or divided into microbatches.
     Relabel,
-    /// The processes compare a text. No process works or waits for it.
+    /// The processes check that a text is equal on all of them. No process computes or waits for
+    /// this.
     AssertSame,
     /// One process sends a value to all, and they wait for it.
     BroadcastValue {
         /// Number of the process that computes the value.
         from: u32,
-        /// Encoded size in bytes of the value that the dry run uses instead.
+        /// Encoded size in bytes of the value that the dry run uses as a substitute.
         bytes: u64,
     },
 }
@@ -53,7 +54,7 @@ pub enum OpKind {
 /// One device's part of a result.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct ResultShard {
-    /// Id of the device.
+    /// Id of the device that holds the shard.
     pub device: u32,
     /// Size of the shard in bytes.
     pub bytes: u64,
@@ -66,18 +67,19 @@ pub struct ResultShard {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ShardMemory {
-    /// In new memory of its device, or host values that count as such.
+    /// New memory of the shard's device. Host values that count toward the device's limit are
+    /// included.
     Own,
     /// Host memory. No device's limit includes it.
     Host,
-    /// The memory of the operation's input with this index, on this device or another one of its
-    /// process.
+    /// Memory that the shard shares with the operation's input with this index. The input's shard
+    /// is on the same device or on another device of its process.
     Of(u32),
 }
 
-/// Bytes that are sent from one device to another, of the same process or not.
+/// A message from one device to another, in the same or another process.
 ///
-/// Bytes for several devices of one process are sent to one of them, once.
+/// Bytes that several devices of one process need are sent once, to one of these devices.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct OpMessage {
     /// Id of the source device.
@@ -86,16 +88,16 @@ pub struct OpMessage {
     pub to: u32,
     /// Size of the message in bytes.
     pub bytes: u64,
-    /// Dependency level: 1 if the source device has the bytes from the start. Otherwise it is one
-    /// more than the level of the message that brings them. For collectives it is the round,
-    /// counted over all collectives.
+    /// Dependency level of the message: 1 if the source device has the bytes from the start.
+    /// Otherwise it is one more than the level of the message that brings the bytes there. For
+    /// collectives it is the round, counted over all collectives of the operation.
     pub step: u32,
-    /// Index of the array that moves, if the operation moves several. 0 for collectives.
+    /// Index of the moved array, if the operation moves several arrays. 0 for collectives.
     #[serde(default, skip_serializing_if = "is_first")]
     pub leaf: u32,
 }
 
-/// Plans of earlier versions have no index.
+/// True for the default leaf index 0, which files omit.
 fn is_first(leaf: &u32) -> bool {
     *leaf == 0
 }
@@ -112,7 +114,7 @@ impl OpDescriptor {
         }
     }
 
-    /// Returns the ids of all devices that the descriptor names, some of them several times.
+    /// Returns the ids of all devices in the descriptor, possibly with repeats.
     pub(super) fn devices(&self) -> impl Iterator<Item = u32> + '_ {
         let runs = match &self.kind {
             OpKind::Call { devices, .. } => &devices[..],
@@ -126,8 +128,7 @@ impl OpDescriptor {
         runs.iter().copied().chain(shards).chain(messages)
     }
 
-    /// Returns the index of every input that has a result in its memory, some of them several
-    /// times.
+    /// Returns the index of every input that shares memory with a result, possibly with repeats.
     pub(super) fn inputs(&self) -> impl Iterator<Item = u32> + '_ {
         self.results
             .iter()
@@ -139,7 +140,7 @@ impl OpDescriptor {
     }
 
     /// Returns the ids of the devices that run the operation in their queues. Empty for operations
-    /// without device work.
+    /// without work on devices.
     pub fn computes_on(&self) -> Vec<u32> {
         match &self.kind {
             OpKind::Call { devices, .. } => devices.clone(),
@@ -154,8 +155,8 @@ impl OpDescriptor {
     }
 }
 
-/// Returns the shards of an array of this layout, with elements of `item` bytes. `memory` returns
-/// the memory of a device's shard.
+/// Returns the shards of an array with layout `layout` and `item` bytes per element. `memory` gives
+/// the memory in which a device's shard is stored.
 #[doc(hidden)]
 pub fn shards(
     layout: &Layout,

@@ -5,37 +5,36 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::{Array, DryRun, OpDescriptor, OpKind, Read, ShardKey, ShardMemory, TakenArray};
 use mpmd_schedule::flow::{Flow, Node, Post, Transfer};
 
-/// A [`Flow`] of a whole program, and the meaning of its nodes and transfers.
+/// A [`Flow`] of a whole program, with the meaning of its nodes and transfers.
 ///
-/// A lane runs its nodes one after the other. The first lanes are the job's devices. After them
-/// come lanes of processes, as needed. One is for the program's waits: for values of other
-/// processes, and for arrays that it reads. Another is for nodes that combine data before it is
-/// sent.
+/// A lane runs its nodes one after the other. The first lanes are the job's devices. Each process
+/// may have up to two more lanes. One is for its program's waits, for values of other processes and
+/// for arrays that it reads. The other is for nodes that combine data to send.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct DryRunFlow {
-    /// Nodes, their order on each lane, and the transfers between processes. A tag is an index into
-    /// `nodes` or `transfers`.
+    /// The nodes, the order on each lane, and the transfers between processes. The tag of a node or
+    /// transfer is its index in `nodes` or `transfers`.
     pub flow: Flow,
-    /// Meaning of each node. The index is the node's number, and its tag.
+    /// Meaning of each node, indexed by the node's number, which is also its tag.
     pub nodes: Vec<Computed>,
-    /// Meaning of each transfer. The index is the transfer's number, and its tag.
+    /// Meaning of each transfer, indexed by the transfer's number, which is also its tag.
     pub transfers: Vec<SentMessages>,
 }
 
-/// The meaning of a node of a dry run's flow.
+/// The meaning of a node in a dry run's flow.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Computed {
-    /// A device's part of an operation: a kernel, or a part of an array that is filled.
+    /// A device's part of an operation: it runs a kernel or fills its shard of an array.
     Run {
-        /// Number of the operation.
+        /// Number of the operation that the device runs.
         operation: u64,
     },
-    /// A device reaches a kernel with collectives, so that its inputs to them are ready. Takes no
-    /// time.
+    /// A device reaches a kernel with collectives, and its data for the collectives is ready. Takes
+    /// no time.
     Arrive {
-        /// Number of the operation.
+        /// Number of the operation with the collectives.
         operation: u64,
     },
     /// Data from several nodes or transfers is ready to be sent together. Takes no time.
@@ -46,7 +45,7 @@ pub enum Computed {
     /// The program of a process sends or receives a value by
     /// `Program::broadcast_value`. Takes no time.
     BroadcastValue {
-        /// Number of the operation.
+        /// Number of the `broadcast_value` operation.
         operation: u64,
     },
     /// The program of a process waits for an array. Takes no time.
@@ -56,8 +55,8 @@ pub enum Computed {
     },
 }
 
-/// The meaning of a transfer of a dry run's flow: all pieces of one step of an operation from one
-/// process to another that are ready at the same time.
+/// The meaning of a transfer in a dry run's flow. It has all pieces of one step of an operation,
+/// from one process to another, that are ready at the same time.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SentMessages {
     /// Number of the operation that moves the data.
@@ -66,7 +65,7 @@ pub struct SentMessages {
     pub messages: u32,
 }
 
-/// The nodes and transfers that must be complete before some work on a process can begin.
+/// The nodes and transfers that must be complete before a piece of work on a process can begin.
 #[derive(Clone, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 struct ReadyAfter {
     nodes: BTreeSet<u32>,
@@ -80,7 +79,7 @@ impl ReadyAfter {
     }
 }
 
-/// The data between two processes in one step of an operation, while it is collected.
+/// The messages collected so far for one transfer between two processes.
 #[derive(Default)]
 struct MessageBundle {
     bytes: u64,
@@ -95,14 +94,14 @@ struct ProcessPair {
     to: u32,
 }
 
-/// A leaf that moves between two processes.
+/// A leaf of an operation, and the two processes between which it moves.
 #[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
 struct LeafMove {
     between: ProcessPair,
     leaf: u32,
 }
 
-/// The messages of a leaf's move, and the devices that receive it.
+/// The messages that move a leaf between two processes, and the devices that receive them.
 #[derive(Default)]
 struct MovedLeaf {
     bundle: MessageBundle,
@@ -112,25 +111,25 @@ struct MovedLeaf {
 struct DryRunFlowBuilder<'a> {
     dry_run: &'a DryRun,
     made: DryRunFlow,
-    /// Nodes and transfers that make each shard ready.
+    /// The nodes and transfers after which each shard is ready.
     ready: HashMap<ShardKey, ReadyAfter>,
-    /// Lane for the program's waits, by process. `copy_engines` has the lane for nodes that combine
+    /// Lane of the program's waits, by process. `copy_engines` has the lanes of nodes that combine
     /// data to send.
     programs: BTreeMap<u32, u32>,
     copy_engines: BTreeMap<u32, u32>,
-    /// The node of the last wait of each process's program; `None` before the first.
+    /// The node of each program's last wait, indexed by process; `None` before the first wait.
     waited: Vec<Option<u32>>,
 }
 
 impl DryRun {
-    /// Returns the nodes, their order and their transfers, for all operations of the dry run.
+    /// Returns the flow of all operations of the dry run: nodes, their order, and transfers.
     ///
-    /// Nodes are kernel calls and fills of new arrays, on each device. All pieces of an operation
-    /// that go from one process to another in one step are one transfer. A kernel with collectives
-    /// between processes has two nodes on each device. Between them every process that takes part
-    /// receives the data of the others. If a process forwards data, or combines data from several
-    /// sources, the sending has a node that takes no time. A process posts in the order of
-    /// operations. Within an operation, the order is the same for all processes.
+    /// Kernel calls and fills of new arrays are nodes, one on each device. All pieces of an
+    /// operation that go from one process to another in one step are one transfer. A kernel with
+    /// collectives between processes has two nodes on each device. Between them, each participating
+    /// process receives the data of the others. If a process forwards data or combines data from
+    /// several sources, the send has a node that takes no time. Processes post sends and receives
+    /// in the order of operations, and within an operation in one order that all share.
     pub fn flow(&self) -> DryRunFlow {
         let flow = Flow {
             lanes: self.devices.clone(),
@@ -183,8 +182,7 @@ impl DryRunFlowBuilder<'_> {
         self.dry_run.devices[device as usize]
     }
 
-    /// Returns the nodes and transfers that must be complete before an operation's inputs are ready
-    /// on a device.
+    /// Returns the nodes and transfers after which an operation's inputs are ready on a device.
     fn inputs(&self, takes: &[TakenArray], device: u32) -> ReadyAfter {
         let mut ready = ReadyAfter::default();
         for array in takes.iter().filter_map(|taken| taken.array) {
@@ -316,7 +314,8 @@ impl DryRunFlowBuilder<'_> {
         }
     }
 
-    /// Adds the transfers of leaves. Those that are ready at the same time leave together.
+    /// Adds the transfers of an operation's leaves. Leaves that are ready at the same time share a
+    /// transfer.
     fn send_together(&mut self, operation: u64, leaves: BTreeMap<LeafMove, MovedLeaf>) {
         let mut together: BTreeMap<(ProcessPair, ReadyAfter), (MessageBundle, Vec<ShardKey>)> =
             BTreeMap::new();
@@ -391,8 +390,8 @@ impl DryRunFlowBuilder<'_> {
         }
     }
 
-    /// Adds a read of the dry run, with index `place`: on each process with a part of the array, a
-    /// node at which the program waits.
+    /// Adds a read of the dry run; `place` is its index. On each process with a shard of the array,
+    /// the program waits at a new node.
     fn wait(&mut self, place: usize, read: &Read) {
         let descriptor = self.dry_run.descriptor_of(read.array.operation);
         let shards =
@@ -421,8 +420,8 @@ impl DryRunFlowBuilder<'_> {
         node
     }
 
-    /// Adds a node to a lane and returns its number. The node also depends on the last wait of the
-    /// process's program.
+    /// Adds a node to a lane and returns the node's number. The node also depends on the last wait
+    /// of the process's program.
     fn node(&mut self, lane: u32, process: u32, mut ready: ReadyAfter, what: Computed) -> u32 {
         ready.nodes.extend(self.waited[process as usize]);
         let DryRunFlow { flow, nodes, .. } = &mut self.made;
@@ -442,8 +441,8 @@ impl DryRunFlowBuilder<'_> {
         number
     }
 
-    /// Adds a transfer, with its send and its receive, and returns its number. If it depends on
-    /// more than one node, adds a node that joins them.
+    /// Adds a transfer with its send and its receive, and returns the transfer's number. If the
+    /// transfer depends on more than one node, adds a node that joins them.
     fn transfer(&mut self, operation: u64, from: u32, to: u32, bundle: MessageBundle) -> u32 {
         let MessageBundle {
             bytes,
@@ -483,7 +482,8 @@ impl DryRunFlowBuilder<'_> {
     }
 }
 
-/// Returns the index of the extra lane of a process in `lanes`, and adds the lane if it is new.
+/// Returns the number of an extra lane of a process. `known` has the lanes added so far; a missing
+/// one is added to it and to `lanes`.
 fn lane(known: &mut BTreeMap<u32, u32>, lanes: &mut Vec<u32>, process: u32) -> u32 {
     *known.entry(process).or_insert_with(|| {
         lanes.push(process);
@@ -503,7 +503,7 @@ impl Computed {
         }
     }
 
-    /// True if the node takes time: a kernel, or the fill of an array.
+    /// True if the node takes time: it runs a kernel or fills an array.
     pub fn takes_time(self) -> bool {
         matches!(self, Self::Run { .. })
     }

@@ -11,13 +11,14 @@ use super::{Array, DryRun, OpKind, ResultShard, ShardKey, ShardMemory};
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct DryRunMemory {
-    /// ShardMemory use of each device, by device id.
+    /// Memory use of each device, indexed by device id.
     pub devices: Vec<DeviceMemoryUse>,
-    /// By process: peak of the sum over its devices, in simulated time.
+    /// Peak memory use of each process, indexed by process: the peak in simulated time of the sum
+    /// over its devices.
     pub processes: Vec<MemoryPeak>,
 }
 
-/// Memory of one device.
+/// The memory use of one device.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct DeviceMemoryUse {
@@ -25,53 +26,54 @@ pub struct DeviceMemoryUse {
     pub device: u32,
     /// The process that owns the device.
     pub process: u32,
-    /// The peak of used memory if each operation runs when it is issued.
+    /// Peak memory use if each operation runs at the moment when it is issued.
     pub in_order: MemoryPeak,
-    /// The peak of used memory in simulated time. Devices compute at their own pace, and all
-    /// kernels take equally long. The result of a move takes memory as soon as its source is ready
-    /// and the program has issued the move: not before an earlier wait of its process's program.
+    /// Peak memory use in simulated time. Devices compute independently, and all kernels take
+    /// equally long. The result of a move takes memory once its source is ready and the program has
+    /// issued the move. The program issues it after its earlier waits.
     pub in_time: MemoryPeak,
     /// Bytes in use on the device when the dry run ends.
     pub left: u64,
 }
 
-/// The largest memory use at one time.
+/// The largest amount of memory in use at one time.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct MemoryPeak {
-    /// Bytes in use at the peak, on the device or on all devices of the process, with sizes rounded
-    /// as pools round them.
+    /// Bytes in use at the peak, on the device or on all devices of the process. Sizes are rounded
+    /// up as memory pools do.
     pub bytes: u64,
-    /// Number of the operation that made the block with which the peak is reached.
+    /// Number of the operation whose result causes the peak.
     pub operation: u64,
 }
 
-/// Device memory of one size that one or more arrays share.
+/// A block of device memory that one or more arrays share.
 struct MemoryBlock {
     device: u32,
     bytes: u64,
     operation: u64,
     /// Simulated time at which the block is allocated.
     start: u64,
-    /// Simulated time at which the last reader of the block so far ends.
+    /// Simulated time at which the last of the readers known so far ends.
     read_until: u64,
-    /// The last operation so far that reads the block.
+    /// Number of the last operation known so far that reads the block.
     read_by: u64,
-    /// The number of live arrays in the block.
+    /// Number of live arrays in the block.
     arrays: u32,
-    /// The last operation that was issued before an array in it was dropped, so far.
+    /// Number of the last operation that was issued before an array in the block was dropped. Grows
+    /// with further drops.
     let_go_after: u64,
 }
 
 impl DryRun {
-    /// Returns the peak memory use of each device, in bytes as pools round them. The shards of an
-    /// array count from the start of the operation that makes them. They count until the last
-    /// handle is dropped and the last reader has ended.
+    /// Returns the peak memory use of each device and process, with sizes rounded as memory pools
+    /// do. A shard counts from the start of the operation that makes its array. It counts until the
+    /// array's last handle is dropped and its last reader has ended.
     ///
     /// `dry_run_flow` must be this dry run's [`flow`](Self::flow).
     ///
-    /// Every process that receives an array counts it itself. With zero-copy transfers in shared
-    /// memory, its owner holds it instead until the receiver has finished. Not included are buffers
-    /// for packing and forwarding, and memory that kernels keep.
+    /// A process that receives an array counts it itself. (With zero-copy transfers in shared
+    /// memory, the sender holds it instead until the receiver has finished.) Buffers for packing
+    /// and forwarding, and memory that kernels keep, are not included.
     pub fn memory(&self, dry_run_flow: &DryRunFlow) -> DryRunMemory {
         let times = WorkTimes::of(self, dry_run_flow);
         let mut blocks = MemoryBlocks {
@@ -92,19 +94,21 @@ impl DryRun {
     }
 }
 
-/// Simulated times: a kernel takes one unit, all other work none.
+/// The simulated times of all work. A kernel takes one unit of time, all other work none.
 #[derive(Default)]
 struct WorkTimes {
     runs: HashMap<WorkPlace, RunTime>,
-    /// Time at which the last transfer of an operation leaves its sending process.
+    /// Time at which an operation's last transfer leaves a process, by operation and sending
+    /// process.
     sends: HashMap<WorkPlace, u64>,
-    /// Time at which the first transfer of an operation reaches its receiving process.
+    /// Time at which an operation's first transfer reaches a process, by operation and receiving
+    /// process.
     comes: HashMap<WorkPlace, u64>,
-    /// By process, the waits of its program in order.
+    /// The waits of each process's program in order, by process.
     waits: HashMap<u32, Vec<WaitEnd>>,
 }
 
-/// An operation's work on one device, or in one process.
+/// The key of an operation's work on one device or in one process.
 #[derive(Clone, Copy, Eq, Hash, PartialEq)]
 struct WorkPlace {
     operation: u64,
@@ -112,24 +116,24 @@ struct WorkPlace {
     place: u32,
 }
 
-/// The time of an operation's work on a device.
+/// The start and end of an operation's work on a device, in simulated time.
 #[derive(Clone, Copy)]
 struct RunTime {
     start: u64,
     end: u64,
 }
 
-/// A wait of a program.
+/// The end of a program's wait, in simulated time.
 #[derive(Clone, Copy)]
 struct WaitEnd {
-    /// The last operation that was issued before the wait.
+    /// Number of the last operation that was issued before the wait.
     after: u64,
     end: u64,
 }
 
 /// The allocation or release of a block.
 struct BlockEvent<'b> {
-    /// Position in the order or time of the events.
+    /// Time of the event: simulated time, or a position in the order of operations.
     at: u64,
     allocates: bool,
     block: &'b MemoryBlock,
@@ -152,7 +156,7 @@ impl<'b> BlockEvent<'b> {
         }
     }
 
-    /// Returns the key by which events are sorted.
+    /// Returns the sort key of the event.
     fn rank(&self) -> (u64, bool, u64) {
         (self.at, self.allocates, self.block.operation)
     }
@@ -235,8 +239,8 @@ impl WorkTimes {
         times
     }
 
-    /// Returns the time at which the program of a process can issue an operation: the end of its
-    /// last wait before.
+    /// Returns the simulated time at which the program of a process can issue an operation: the end
+    /// of the last wait before it.
     fn issued_at(&self, operation: u64, process: u32) -> u64 {
         let waits = self.waits.get(&process).map_or(&[][..], Vec::as_slice);
         let before = waits.partition_point(|wait| wait.after < operation);
@@ -247,8 +251,7 @@ impl WorkTimes {
 struct MemoryBlocks<'a> {
     dry_run: &'a DryRun,
     blocks: Vec<MemoryBlock>,
-    /// Index into `blocks` of the memory of a live array's shard. Arrays in host memory have
-    /// none.
+    /// Index into `blocks` for each live shard. Shards in host memory have no block.
     of: HashMap<ShardKey, usize>,
 }
 
@@ -321,7 +324,7 @@ impl MemoryBlocks<'_> {
         }
     }
 
-    /// Adds the block of a result that has memory of its own.
+    /// Adds the block of a result's shard that gets new memory.
     fn allocate(&mut self, operation: u64, shard: &ResultShard, times: &WorkTimes) {
         let process = self.dry_run.devices[shard.device as usize];
         let takes = &self.dry_run.operations[operation as usize - 1].takes;
@@ -354,8 +357,8 @@ impl MemoryBlocks<'_> {
         });
     }
 
-    /// Returns the time at which an operation's inputs on `process` are ready, for results without
-    /// a kernel or a transfer.
+    /// Returns the simulated time at which an operation's inputs on `process` are ready. For
+    /// results that no kernel and no transfer produces.
     fn known_at(&self, takes: &[super::TakenArray], process: u32) -> u64 {
         let arrays = takes.iter().filter_map(|taken| taken.array);
         let devices = |array: Array| {
@@ -370,8 +373,8 @@ impl MemoryBlocks<'_> {
             .unwrap_or_default()
     }
 
-    /// Returns the index of an array's block on a device, or else on another device of its process.
-    /// `None` if there is none.
+    /// Returns the index of an array's block on a device, or else on another device of the same
+    /// process. `None` if neither exists.
     fn block_near(&self, array: Array, device: u32) -> Option<usize> {
         let process = self.dry_run.devices[device as usize];
         let others = (0..self.dry_run.devices.len() as u32)
@@ -381,8 +384,8 @@ impl MemoryBlocks<'_> {
             .find_map(|device| self.of.get(&array.on(device)).copied())
     }
 
-    /// Removes an array from its blocks, after its last handle was dropped or by donation. `after`
-    /// is the last operation that was issued before.
+    /// Removes an array from its blocks after its last handle was dropped or it was donated.
+    /// `after` is the number of the last operation issued before that.
     fn let_go(&mut self, array: Array, after: u64) {
         for device in 0..self.dry_run.devices.len() as u32 {
             let Some(block) = self.of.remove(&array.on(device)) else {
@@ -446,8 +449,8 @@ impl MemoryBlocks<'_> {
     }
 }
 
-/// Returns the peak of each owner. `events` are (position, true for an allocation, block), in
-/// order. The closure maps a block to its owner, a device or a process.
+/// Returns the peak memory use of each owner, a device or a process. `events` are (position, true
+/// for an allocation, block), in order. The closure maps a block to its owner.
 fn peaks(
     events: &[BlockEvent<'_>],
     count: usize,

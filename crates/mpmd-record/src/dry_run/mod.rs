@@ -32,10 +32,10 @@ pub use descriptor::shards;
 
 use crate::trace::Label;
 
-/// The version of the file format. A file of another version is refused.
+/// Version of the file format. Files of other versions are refused.
 pub const VERSION: u32 = 1;
 
-/// The operations of a program, with each process's part in them.
+/// The operations of a program, and each process's part in them.
 ///
 /// Operations are numbered from 1 in the order in which every process issues them.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -43,21 +43,21 @@ pub const VERSION: u32 = 1;
 pub struct DryRun {
     /// The format version, [`VERSION`].
     pub version: u32,
-    /// The number of processes.
+    /// Number of processes in the job.
     pub processes: u32,
-    /// The process that owns each device, indexed by device id.
+    /// The owner process of each device, indexed by device id.
     pub devices: Vec<u32>,
-    /// The lines of the program that issued operations or waited, as `file:line:column`, each once.
+    /// Source lines that issued operations or waited, as `file:line:column`, without repeats.
     /// Operations and reads refer to them by index.
     pub lines: Vec<String>,
-    /// Descriptions of operations without their input arrays, each stored once. Operations refer to
+    /// Descriptions of operations without their input arrays, without repeats. Operations refer to
     /// them by index.
     pub descriptors: Vec<OpDescriptor>,
     /// Operations in order; the first is operation 1.
     pub operations: Vec<IssuedOperation>,
-    /// The rolling hash of the program at each operation, as the processes of a job compare it. It
-    /// covers everything that must be equal on all processes, host values included. For operations
-    /// of a replay, it is the hash before the replay's first operation.
+    /// The program's rolling hash at each operation, which the processes of a job compare. It
+    /// covers everything that must be equal on all processes, including host values. All operations
+    /// of a replay have the hash from before the replay's first operation.
     #[serde(default)]
     pub hashes: Vec<u64>,
     /// Points at which the last handle of an array was dropped, in order.
@@ -66,11 +66,11 @@ pub struct DryRun {
     pub reads: Vec<Read>,
     /// Ends of the program's steps, in order.
     pub steps: Vec<StepEnd>,
-    /// The reason why the dry run ends.
+    /// The reason that the dry run ends.
     pub end: DryRunEnd,
 }
 
-/// The reason why a dry run ends.
+/// The reason that a dry run ends.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -78,29 +78,29 @@ pub enum DryRunEnd {
     /// The program was still running when the dry run was requested.
     #[default]
     Open,
-    /// The last two steps are equal.
+    /// The program's last two steps are equal.
     Steady,
     /// The requested number of steps has been run.
     Steps,
-    /// The program finished.
+    /// The program ended by itself.
     Finished,
 }
 
-/// One operation.
+/// One operation that the program issued.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct IssuedOperation {
     /// Index of the operation's description in [`DryRun::descriptors`].
     pub descriptor: u32,
-    /// Index of the line that issued the operation in [`DryRun::lines`].
+    /// Index in [`DryRun::lines`] of the line that issued the operation.
     pub line: u32,
-    /// The operation's part in a pipeline, if it has one.
+    /// The operation's stage, microbatch and role in a pipeline; `None` outside of pipelines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<Label>,
     /// The arrays that the operation takes as inputs.
     pub takes: Vec<TakenArray>,
 }
 
-/// An array, by the operation that made it.
+/// An array, identified by the operation that made it.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct Array {
     /// Number of the operation that made the array, from 1.
@@ -109,7 +109,7 @@ pub struct Array {
     pub result: u32,
 }
 
-/// An array's shard on a device.
+/// The key of an array's shard on a device.
 #[derive(Clone, Copy, Eq, Hash, PartialEq)]
 struct ShardKey {
     array: Array,
@@ -130,7 +130,7 @@ impl Array {
 pub struct TakenArray {
     /// The array; `None` for host values, which every process has.
     pub array: Option<Array>,
-    /// True if the operation donates the array: every clone of it becomes unusable.
+    /// True if the operation donates the array: every clone of the array becomes unusable.
     pub donated: bool,
 }
 
@@ -143,7 +143,7 @@ pub struct Dropped {
     pub after: u64,
 }
 
-/// The point at which the program waited for an array. If the program reads values, its later
+/// A point at which the program waited for an array. If the program reads the array's values, later
 /// operations may depend on them.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Read {
@@ -151,9 +151,9 @@ pub struct Read {
     pub array: Array,
     /// Number of the last operation that was issued before the wait.
     pub after: u64,
-    /// Index of the line that waited in [`DryRun::lines`].
+    /// Index in [`DryRun::lines`] of the line that waited.
     pub line: u32,
-    /// True if the program reads the values, false if it only waits.
+    /// True if the program reads the array's values, false if it only waits.
     pub values: bool,
 }
 
@@ -162,22 +162,23 @@ pub struct Read {
 pub struct StepEnd {
     /// Number of the last operation that was issued before the step's end.
     pub operation: u64,
-    /// The number of entries of [`DryRun::drops`] before the step's end.
+    /// Number of entries of [`DryRun::drops`] that come before the step's end.
     pub drops: u64,
-    /// The number of entries of [`DryRun::reads`] before the step's end.
+    /// Number of entries of [`DryRun::reads`] that come before the step's end.
     pub reads: u64,
 }
 
-/// The traffic from one process to another.
+/// The totals of the messages from one process to another.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct MessageTotals {
-    /// The number of messages with payload.
+    /// Number of messages with payload.
     pub messages: u64,
-    /// Payload bytes of the messages. For collectives, the maximum that their declarations allow.
+    /// Payload bytes of the messages. For collectives, the maximum that the kernel's declarations
+    /// allow.
     pub bytes: u64,
 }
 
-/// An error of reading or writing a dry run.
+/// The error that a dry run cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DryRunError {
@@ -186,7 +187,7 @@ pub enum DryRunError {
     File {
         /// Path of the file.
         path: String,
-        /// The system's error.
+        /// The system's error message.
         why: std::io::Error,
     },
     /// The file is not a dry run.
@@ -194,36 +195,36 @@ pub enum DryRunError {
     Form {
         /// Path of the file.
         path: String,
-        /// The reason why the file is not a dry run.
+        /// The reason that the file is not a dry run.
         why: DryRunFault,
     },
 }
 
-/// A reason why the content of a file is not a dry run.
+/// The reason that the content of a file is not a dry run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DryRunFault {
     /// The content is not JSON, or lacks fields.
     #[error(transparent)]
     Json(#[from] serde_json::Error),
-    /// The dry run is of another version.
+    /// The dry run has another format version.
     #[error("it has version {found}, and this is for {VERSION}")]
     Version {
         /// The version of the dry run.
         found: u32,
     },
-    /// A device does not exist.
+    /// The file refers to a device that does not exist.
     #[error("there is no device {device} among {devices}")]
     NoDevice {
-        /// Number of the device.
+        /// The device id in the file that does not exist.
         device: u32,
         /// Number of devices in the dry run.
         devices: usize,
     },
-    /// A process does not exist.
+    /// The file refers to a process that does not exist.
     #[error("there is no process {process} among {processes}")]
     NoProcess {
-        /// Number of the process.
+        /// The process number in the file that does not exist.
         process: u32,
         /// Number of processes in the dry run.
         processes: u32,
@@ -231,10 +232,10 @@ pub enum DryRunFault {
     /// An operation uses an array that no earlier operation returns.
     #[error("{array} is not made before it is used")]
     NotMade {
-        /// The array.
+        /// The array that no earlier operation returns.
         array: Array,
     },
-    /// An operation has no descriptor.
+    /// An operation refers to a descriptor that does not exist.
     #[error("operation {operation} has no descriptor")]
     NoDescriptor {
         /// Number of the operation, from 1.
@@ -246,27 +247,27 @@ pub enum DryRunFault {
         /// Number of the operation, from 1.
         operation: usize,
     },
-    /// A line of the program's source does not exist.
+    /// An operation or read refers to a source line that does not exist.
     #[error("there is no line {line}")]
     NoLine {
-        /// Index of the line.
+        /// The index, which is past the end of [`DryRun::lines`].
         line: u32,
     },
     /// The numbers of hashes and of operations differ.
     #[error("it has {hashes} hashes for {operations} operations")]
     HashCount {
-        /// Number of hashes.
+        /// Number of hashes in the file.
         hashes: usize,
-        /// Number of operations.
+        /// Number of operations in the file.
         operations: u64,
     },
-    /// The ends of steps are not ascending.
+    /// The steps in the file do not end in ascending order.
     #[error("its steps are not in order")]
     StepOrder,
 }
 
 impl DryRun {
-    /// Creates a dry run without operations. `devices` is the process of each device.
+    /// Creates a dry run without operations. `devices[i]` is the process that owns device `i`.
     #[doc(hidden)]
     pub fn new(processes: u32, devices: Vec<u32>) -> Self {
         Self {
@@ -293,7 +294,7 @@ impl DryRun {
         })
     }
 
-    /// Writes the dry run to a file. On an error the file is left as it was.
+    /// Writes the dry run to a file. If this fails, the file is unchanged.
     ///
     /// # Errors
     ///
@@ -322,8 +323,8 @@ impl DryRun {
         Ok(dry_run)
     }
 
-    /// Returns an error unless the version is right, all indices are valid, and every array is made
-    /// before it is used.
+    /// Fails unless the version is right, all indices are valid, and every array is made before it
+    /// is used.
     fn check(&self) -> Result<(), DryRunFault> {
         let found = self.version;
         if found != VERSION {
@@ -426,7 +427,8 @@ impl DryRun {
             .ok_or(DryRunFault::NoLine { line })
     }
 
-    /// Returns the description of operation number `operation`, or `None` if the dry run lacks it.
+    /// Returns the descriptor of operation number `operation`, or `None` if the dry run lacks the
+    /// operation.
     pub fn descriptor_of(&self, operation: u64) -> Option<&OpDescriptor> {
         let index = usize::try_from(operation.checked_sub(1)?).ok()?;
         self.descriptors
@@ -451,8 +453,8 @@ impl DryRun {
         format!("operation {operation} ({label}{what}) at {line}")
     }
 
-    /// Returns the numbers of the operations of step `step`, which counts from 0. `None` if no such
-    /// step has ended.
+    /// Returns the numbers of the operations in step `step`, counted from 0. `None` if no such step
+    /// has ended.
     pub fn step(&self, step: usize) -> Option<Range<u64>> {
         let last = self.steps.get(step)?.operation;
         let before = step
@@ -461,8 +463,7 @@ impl DryRun {
         Some(before + 1..last + 1)
     }
 
-    /// Returns the traffic between processes in these operations, by (sending process, receiving
-    /// process).
+    /// Returns the totals of messages in these operations, by (sending process, receiving process).
     pub fn links(&self, operations: Range<u64>) -> BTreeMap<(u32, u32), MessageTotals> {
         let mut links: BTreeMap<(u32, u32), MessageTotals> = BTreeMap::new();
         for descriptor in operations.filter_map(|operation| self.descriptor_of(operation)) {

@@ -10,21 +10,21 @@ use super::{Array, DryRun, DryRunEnd, OpDescriptor, OpKind, TakenArray};
 pub struct RunParting {
     /// The number of the operation.
     pub operation: u64,
-    /// Descriptions of the operation, with its line, in the first and in the second dry run. For a
-    /// dry run without this operation, a text that says so.
+    /// Descriptions of the operation with its source line, in the first and in the second dry run.
+    /// If a dry run lacks the operation, its text says so.
     pub issued: [String; 2],
     /// The difference between the two operations, if their descriptions do not show it.
     pub why: Option<String>,
 }
 
 impl DryRun {
-    /// Returns the first operation at which this dry run and `other` diverge, or `None` if all
-    /// operations are equal. Both are dry runs of one job, run as different processes of it.
+    /// Returns the first operation at which this dry run and `other` diverge, or `None` if they
+    /// agree. Both must be dry runs of one job, taken as different processes of the job.
     ///
-    /// Compares the same properties as the processes of a job. These are the operation's effect,
-    /// its input arrays, its host values, and the number of steps that ended before it. Lines and
-    /// labels may differ. A dry run that ends [steady](DryRunEnd::Steady) repeats its last step
-    /// forever, so it also matches a longer dry run.
+    /// Compares the properties that the processes of a job compare. These are the operation's
+    /// effect, its input arrays, its host values, and the number of steps that ended before it.
+    /// Lines and labels may differ. A dry run that ends [steady](DryRunEnd::Steady) repeats its
+    /// last step forever, so it also matches a longer dry run.
     pub fn parting(&self, other: &Self) -> Option<RunParting> {
         let mut descriptors: HashMap<(u32, u32), bool> = HashMap::new();
         let both = self.operations.len().min(other.operations.len());
@@ -88,7 +88,7 @@ impl DryRun {
         })
     }
 
-    /// Returns the first operation of this dry run that `shorter` lacks, or `None` if there is
+    /// Returns the first operation of this dry run that `shorter` lacks, or `None` if it lacks
     /// none. The dry runs must be equal up to the end of `shorter`. If `shorter` is steady,
     /// repetitions of its last step count as part of it.
     fn departs_after(&self, shorter: &Self) -> Option<u64> {

@@ -2,7 +2,7 @@
 
 use super::{Array, Dropped, DryRun, IssuedOperation, Read, StepEnd};
 
-/// The part of a dry run between two ends of steps.
+/// The entries of a dry run between two ends of steps.
 struct IssuedStep<'a> {
     before: u64,
     operations: &'a [IssuedOperation],
@@ -11,10 +11,10 @@ struct IssuedStep<'a> {
 }
 
 impl DryRun {
-    /// True if the last two complete steps are equal, relative to their starts. They have the same
-    /// operations and labels on the same arrays, drop the same handles and wait for the same
-    /// arrays. An array that was made before both steps must be the same one. Source lines may
-    /// differ.
+    /// True if the last two complete steps are equal, relative to their starts. That is, they have
+    /// the same operations and labels on the same arrays, drop the same handles and wait for the
+    /// same arrays. An array that was made before both steps must be one array in both. Source
+    /// lines may differ.
     #[doc(hidden)]
     pub fn is_steady(&self) -> bool {
         let Some(last) = self.steps.len().checked_sub(2) else {
@@ -59,8 +59,8 @@ impl IssuedStep<'_> {
 }
 
 impl IssuedOperation {
-    /// True if `later`, which comes `shift` operations later in the same dry run, repeats this
-    /// operation.
+    /// True if `later` repeats this operation. `later` comes `shift` operations after it in the
+    /// same dry run.
     pub(super) fn is_again(&self, later: &Self, shift: u64) -> bool {
         let same_input = |a: Option<Array>, b: Option<Array>| match (a, b) {
             (Some(a), Some(b)) => same_array(a, b, shift),

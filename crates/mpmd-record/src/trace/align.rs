@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::file::ProcessTrace;
 
-/// Conversion of each process's times to the common clock.
+/// Conversion of the times in all traces to the common clock.
 pub(super) struct Aligned {
-    /// The conversion for each trace, by the index of the trace.
+    /// The conversion for each trace, indexed like the traces.
     lines: Vec<ClockLine>,
     /// Error bound between times of different processes, in nanoseconds.
     pub(super) bound: u64,
@@ -19,20 +19,19 @@ pub(super) struct Aligned {
 struct ClockLine {
     at: i128,
     common: i128,
-    /// The slope is `rise / run`: the common clock advances by `rise` while the process's advances
-    /// by `run`.
+    /// Numerator of the slope `rise / run`: the common clock advances by `rise` while the process's
+    /// clock advances by `run`.
     rise: i128,
     run: i128,
 }
 
-/// A line, and the error bound of its times in nanoseconds.
+/// A [`ClockLine`], and the error bound of its times in nanoseconds.
 struct BoundedLine {
     line: ClockLine,
     bound: u64,
 }
 
-/// One comparison of a clock with the common clock, both in nanoseconds. Processes that share a
-/// clock form a group.
+/// One comparison of a process's clock with the common clock; all fields are in nanoseconds.
 #[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
 struct Sample {
     here: i128,
@@ -41,9 +40,10 @@ struct Sample {
 }
 
 impl Aligned {
-    /// Computes the alignment. Processes of one system read the same clock, so their times agree
-    /// exactly. Clocks of other systems were compared with the rendezvous service's clock at the
-    /// start and the end of each trace. Between these two points, drift is assumed to be constant.
+    /// Computes the conversion for each trace. Processes of one system read the same clock, so
+    /// their times agree exactly. Clocks of other systems were compared with the rendezvous
+    /// service's clock at the start and the end of each trace. Between these two points, drift is
+    /// assumed to be constant.
     pub(super) fn of(traces: &[ProcessTrace]) -> Self {
         let mut groups: BTreeMap<String, Vec<usize>> = BTreeMap::new();
         for (place, trace) in traces.iter().enumerate() {
@@ -131,8 +131,8 @@ impl Aligned {
         }
     }
 
-    /// Converts a time of the trace with index `place`, in nanoseconds since the trace began, to
-    /// nanoseconds of the common clock.
+    /// Converts a time of the trace with index `place` to the common clock. `at` is in nanoseconds
+    /// since that trace began, the result in nanoseconds of the common clock.
     pub(super) fn time(&self, place: usize, at: u64) -> i128 {
         let ClockLine {
             at: from,
@@ -145,12 +145,12 @@ impl Aligned {
     }
 }
 
-/// The least distance of two samples for a slope, as a multiple of their error bounds. Real clocks
-/// drift by at most some 100 parts per million.
+/// Minimum distance of two samples from which a slope is computed, as a multiple of their error
+/// bounds. Real clocks drift by at most some 100 parts per million.
 const FAR: i128 = 10_000;
 
-/// Returns the line through the best sample of the first half of the time and the best of the
-/// second. `None` without samples.
+/// Returns the line through two samples: the best one of the first half of the time, and the best
+/// one of the second half. `None` without samples.
 fn line(mut samples: Vec<Sample>) -> Option<BoundedLine> {
     samples.sort_unstable();
     let middle = (samples.first()?.here + samples.last()?.here) / 2;

@@ -9,7 +9,7 @@ use mpmd_schedule::timeline::{
     Bar, BarKind, MemoryPoint, Timeline, TimelineGap, TimelineMark, TimelineRow,
 };
 
-/// The shortest idle time, in seconds, that becomes a gap with a reason.
+/// Minimum idle time, in seconds, that is shown as a gap with a reason.
 const SHORT: f64 = 1e-6;
 
 impl TracedRun {
@@ -47,8 +47,8 @@ impl TracedRun {
         }
     }
 
-    /// Returns the timeline with the planned time of each pass. `plan` is a timeline of one step,
-    /// from a simulation of the pipeline's schedule with the run's own [costs](Self::costs). The
+    /// Returns the run's timeline with the planned time of each pass. `plan` is a timeline of one
+    /// step: a simulation of the pipeline's schedule with the run's own [costs](Self::costs). The
     /// plan of a step begins with the step's first pass. Bars after the last step have no plan.
     pub fn timeline_beside(&self, plan: &Timeline) -> Timeline {
         let bars = plan.rows.iter().flat_map(|row| &row.bars);
@@ -118,8 +118,8 @@ impl TracedRun {
         timeline
     }
 
-    /// Returns the row of one device. The row of device 0 also shows the process's outgoing pieces.
-    /// `first` has the index of each process's first row.
+    /// Returns the timeline row of one device. The row of device 0 also shows the pieces that the
+    /// process sends. `first` has the index of each process's first row.
     fn row(&self, process: u32, device: u32, first: &BTreeMap<u32, u32>) -> TimelineRow {
         let of_row = |kernel: &&KernelRun| (kernel.process, kernel.device) == (process, device);
         let kernels: Vec<&KernelRun> = self.kernels.iter().filter(of_row).collect();
@@ -215,8 +215,8 @@ impl TracedRun {
         })
     }
 
-    /// Returns the share of the time from `from` to `until`, in seconds, in which a process's
-    /// devices computed. It is a number from 0 to 1.
+    /// Returns the fraction of the time between `from` and `until`, in seconds, in which a
+    /// process's devices computed. From 0 to 1.
     pub fn busy(&self, process: u32, from: f64, until: f64) -> f64 {
         let mut devices: BTreeMap<u32, f64> = BTreeMap::new();
         for kernel in self
@@ -248,8 +248,9 @@ fn kind(label: Option<Label>) -> BarKind {
     }
 }
 
-/// Returns the name of a pass or move as in a schedule's text, such as `2F7`. Other operations keep
-/// their description. Of one that was issued before the trace began, only the number `op` is known.
+/// Returns the displayed name of an operation: for a pass or move its name in torch's text format,
+/// such as `2F7`, otherwise its description. An operation issued before the trace began has only
+/// its number `op`.
 fn name(operation: Option<&TracedOperation>, op: u64) -> String {
     let Some(operation) = operation else {
         return format!("operation {op}");

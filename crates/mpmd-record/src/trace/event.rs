@@ -9,11 +9,11 @@ use crate::trace::Label;
 pub struct TraceEvent {
     /// Time in nanoseconds since the process's trace began.
     pub at: u64,
-    /// The kind of the event, with its data.
+    /// The kind of the event, with the data of that kind.
     pub what: TraceEventKind,
 }
 
-/// The kinds of events. Texts are numbers: indices into
+/// The kinds of events. A text is given as a number: an index into
 /// [`ProcessTrace::texts`](super::ProcessTrace::texts). Times are in nanoseconds since the
 /// process's trace began.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
@@ -23,14 +23,13 @@ pub enum TraceEventKind {
     Issued {
         /// The number of the operation.
         op: u64,
-        /// The part of the operation in a pipeline; `None` outside of pipelines.
+        /// The operation's stage, microbatch and role in a pipeline; `None` outside of pipelines.
         label: Option<Label>,
-        /// The text that describes the operation: an index into `ProcessTrace::texts`.
+        /// Description of the operation, as an index into `ProcessTrace::texts`.
         text: u32,
-        /// The source line that issued the operation, as a text: an index into
-        /// `ProcessTrace::texts`.
+        /// Source line that issued the operation, as an index into `ProcessTrace::texts`.
         line: u32,
-        /// The operation that made the array, for a `device_put`; 0 if there is none.
+        /// For a `device_put`, the number of the operation that made the array; 0 if there is none.
         source: u64,
     },
     /// A device started its part of an operation, after the inputs were ready.
@@ -39,10 +38,11 @@ pub enum TraceEventKind {
         op: u64,
         /// The device's index in this process.
         device: u32,
-        /// Time at which the device took up the operation, in nanoseconds since the process's trace
-        /// began.
+        /// Time at which the device took the operation from its queue, in nanoseconds since the
+        /// process's trace began.
         since: u64,
-        /// The operation that made the last input that the device waited for; 0 if all were ready.
+        /// Number of the operation whose output was the last input that the device waited for; 0 if
+        /// all inputs were ready.
         input: u64,
         /// Bytes of arrays on the device, this operation's outputs included.
         memory: u64,
@@ -56,70 +56,70 @@ pub enum TraceEventKind {
         /// Bytes of arrays on the device at this time.
         memory: u64,
     },
-    /// All parts of an operation on this process have ended, and its sends are complete.
+    /// All parts of an operation on this process have ended, and all its sends are complete.
     Over {
         /// The number of the operation.
         op: u64,
     },
-    /// A piece made progress. A piece is a part of an array that one process sends to another.
+    /// A piece of an array, which one process sends to another, reached a stage of its transfer.
     Piece {
-        /// The progress that the piece made.
+        /// The stage of the transfer that the piece reached.
         step: PieceStep,
         /// The number of the operation.
         op: u64,
         /// The number of the piece in the operation.
         piece: u64,
-        /// The process at the other end of the transfer.
+        /// The other process of the transfer.
         peer: u32,
         /// Size of the piece in bytes.
         bytes: u64,
-        /// For [`PieceStep::Posted`], the ticket by which [`TraceEventKind::Left`] reports
-        /// completion. For other progress it is 0.
+        /// For [`PieceStep::Posted`], a number by which [`TraceEventKind::Left`] reports that the
+        /// send completed. 0 for other stages.
         ticket: u64,
     },
-    /// The transport of the sender has completed a send.
+    /// The sender's transport completed the send of a piece.
     Left {
-        /// The ticket of the send: that of its [`PieceStep::Posted`].
+        /// The ticket of the send, from the event with its [`PieceStep::Posted`].
         ticket: u64,
     },
-    /// The program's thread has waited until now.
+    /// The program thread ended a wait.
     Waited {
         /// Start of the wait, in nanoseconds since the process's trace began.
         since: u64,
-        /// The text that names the waiting call: an index into `ProcessTrace::texts`.
+        /// Name of the call that waited, as an index into `ProcessTrace::texts`.
         text: u32,
-        /// The source line of the wait, as a text: an index into `ProcessTrace::texts`.
+        /// Source line of the wait, as an index into `ProcessTrace::texts`.
         line: u32,
     },
-    /// The program's thread has been in a range that the program named, until now.
+    /// The program thread left a range that the program had given a name.
     Annotated {
         /// Start of the range, in nanoseconds since the process's trace began.
         since: u64,
-        /// The name as a text: an index into `ProcessTrace::texts`.
+        /// Name of the range, as an index into `ProcessTrace::texts`.
         text: u32,
-        /// The source line of the range, as a text: an index into `ProcessTrace::texts`.
+        /// Source line of the range, as an index into `ProcessTrace::texts`.
         line: u32,
     },
     /// The program ended a step.
     StepEnd {
         /// Number of the step, from 1.
         step: u64,
-        /// The number of the last operation that was issued before the end of the step.
+        /// Number of the last operation that was issued before the end of the step.
         op: u64,
     },
 }
 
-/// The progress of a piece that is sent from one process to another.
+/// The stages of the transfer of a piece from one process to another.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub enum PieceStep {
-    /// The bytes are ready, and the sender's router has them.
+    /// The bytes are ready, and the sender's router knows of them.
     Offered,
     /// The bytes were given to the sender's transport.
     Posted,
-    /// The receiver's program has issued the operation of the piece.
+    /// The receiver's program has issued the operation that the piece belongs to.
     Expected,
-    /// The bytes have arrived at the receiver; in a zero-copy transfer, the notice of their
-    /// location.
+    /// The bytes have arrived at the receiver. In a zero-copy transfer, the message with their
+    /// location has arrived.
     Arrived,
     /// The bytes are available to the receiver's operation.
     Taken,

@@ -21,20 +21,22 @@ const MAGIC: &[u8; 8] = b"mpmdtrc\n";
 /// Version of the file format. Readers refuse other versions.
 const VERSION: u32 = 3;
 
-/// Number of events in a chunk. A chunk that is cut off is lost.
+/// Number of events in a chunk of the file. If the file is cut off, the last incomplete chunk is
+/// lost.
 const EVENTS_TOGETHER: usize = 1024;
 
-/// The description of a process at the beginning of its file.
+/// The description of a process in the header of its trace file.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct TraceHeader {
     /// The number of the process in the job.
     pub process: u32,
     /// Number of processes in the job.
     pub processes: u32,
-    /// The job's numbers of the devices that the process owns, indexed by their number in the
+    /// Job-wide number of each device that the process owns, indexed by the device's number in the
     /// process.
     pub devices: Vec<u32>,
-    /// The kind of each of these devices, such as `cuda`. Empty in older files, for CPU devices.
+    /// Kind of each device of the process, such as `cuda`. Empty in older files, where all devices
+    /// are CPU devices.
     #[serde(default)]
     pub kinds: Vec<String>,
     /// The name of the process's transport.
@@ -44,9 +46,9 @@ pub struct TraceHeader {
     /// The file name of the program.
     pub program: String,
     /// Identifier of the process's monotonic clock. Processes with the same identifier read the
-    /// same clock. An empty identifier equals no other.
+    /// same clock. Two empty identifiers do not count as the same.
     pub clock: String,
-    /// Time of the monotonic clock when the trace began, in nanoseconds from the clock's own zero.
+    /// Time of the monotonic clock when the trace began, in nanoseconds since the clock's zero.
     pub monotonic: u64,
     /// Error bound of `monotonic`, in nanoseconds.
     pub monotonic_bound: u64,
@@ -61,22 +63,23 @@ pub struct ProcessTrace {
     pub about: TraceHeader,
     /// Events, sorted by time.
     pub events: Vec<TraceEvent>,
-    /// Texts, indexed by the numbers that events contain.
+    /// Texts of the trace, indexed by the numbers in its events.
     pub texts: Vec<String>,
     /// Comparisons of the process's clock with the common clock of the job.
     pub clocks: Vec<ClockSample>,
-    /// (name of a schedule, its rows in torch's text format)
+    /// (name, rows in torch's text format) of each schedule that the program used.
     pub schedules: Vec<(String, String)>,
-    /// The number of events that were dropped because they came faster than they could be written.
+    /// Number of events that were dropped because they came faster than the file could be written.
     pub dropped: u64,
-    /// The problem at the point where the file breaks off; `None` if the file is not damaged.
+    /// Description of the damage at which reading the file stopped; `None` if the file is not
+    /// damaged.
     pub truncated: Option<String>,
-    /// True if the process ended its trace itself.
+    /// True if the process ended its trace itself. False if the trace breaks off.
     pub ended: bool,
 }
 
-/// One comparison of a process's time with the clock of the rendezvous service, which is common to
-/// the job.
+/// One comparison of a process's time with the job's common clock, which is that of the rendezvous
+/// service.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct ClockSample {
     /// Time in nanoseconds since the process's trace began.
@@ -87,7 +90,7 @@ pub struct ClockSample {
     pub bound: u64,
 }
 
-/// An error of reading a trace.
+/// The error that a trace cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceError {
@@ -104,7 +107,7 @@ pub enum TraceError {
     NotATrace {
         /// Path of the file.
         path: PathBuf,
-        /// The problem at the beginning of the file.
+        /// The reason that the file is not a trace.
         why: TraceFault,
     },
     /// The folder contains no traces.
@@ -116,17 +119,17 @@ pub enum TraceError {
     },
 }
 
-/// A reason why a file or a folder is not a trace.
+/// The reason that a file or a folder is not a trace.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceFault {
     /// The file does not begin as a trace.
     #[error("it begins otherwise")]
     Magic,
-    /// Nothing follows the first bytes.
+    /// The file ends after its magic bytes.
     #[error("it is empty")]
     Empty,
-    /// The trace is of another version.
+    /// The trace has another format version.
     #[error("it is of version {found}, and this program reads {VERSION}")]
     Version {
         /// The version of the trace.
@@ -138,15 +141,15 @@ pub enum TraceFault {
     /// The header is invalid.
     #[error(transparent)]
     Header(#[from] serde_json::Error),
-    /// The folder has files of traces, but none can be read.
+    /// The folder has trace files, but none of them can be read.
     #[error("{first}")]
     NoneReadable {
-        /// The message for the first file. It names the file.
+        /// The error message for the first file, which includes the file's name.
         first: String,
     },
 }
 
-/// A reason why a part of a trace is damaged.
+/// The reason that a chunk of a trace file is damaged.
 #[derive(Debug, thiserror::Error)]
 enum ChunkFault {
     #[error("a part of the trace is not whole")]
@@ -157,14 +160,14 @@ enum ChunkFault {
     TextOrder,
 }
 
-/// Returns the file name of a process's trace, without a folder.
+/// Returns the file name of the trace of a process, without the folder.
 pub fn name(process: u32) -> String {
     format!("process-{process}.trace")
 }
 
 impl TraceHeader {
-    /// Sets the clocks' times to those of now, when the trace begins. Returns (this moment, the
-    /// description).
+    /// Sets the times of the clocks in the header to now, when the trace begins. Returns (now,
+    /// header).
     pub fn begin(self) -> (Instant, Self) {
         let monotonic = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -202,8 +205,8 @@ pub fn unix_now() -> i64 {
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// Returns an identifier of the monotonic clock; empty if the system gives none. It is the same for
-/// all processes since a boot, except in other time namespaces.
+/// Returns an identifier of the system's monotonic clock; empty if the system has none. It is the
+/// same for all processes since a boot, except in other time namespaces.
 fn own_clock() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
@@ -214,7 +217,7 @@ fn own_clock() -> String {
     }
 }
 
-/// The parts of a file.
+/// The chunks that a trace file consists of.
 #[derive(Deserialize, Serialize)]
 pub enum TraceChunk<'a> {
     Events(Cow<'a, [TraceEvent]>),
@@ -226,7 +229,7 @@ pub enum TraceChunk<'a> {
 }
 
 impl TraceChunk<'_> {
-    /// Appends the chunk to the bytes of a file. Leaves out one that is too long for a control
+    /// Appends the chunk to the bytes of a file. Omits a chunk that is too long for a control
     /// message.
     pub fn write(&self, out: &mut Vec<u8>) {
         if let Ok(content) = control::encode(self) {
@@ -241,7 +244,7 @@ pub fn write_events(events: &[TraceEvent], out: &mut Vec<u8>) {
     chunks.for_each(|events| TraceChunk::Events(events.into()).write(out));
 }
 
-/// Returns the first bytes of a file: magic bytes, version and description.
+/// Returns the first bytes of a trace file: magic bytes, version and header.
 pub fn beginning(about: &TraceHeader) -> std::io::Result<Vec<u8>> {
     let about = serde_json::to_vec(about)?;
     let mut bytes = Vec::new();
@@ -253,11 +256,12 @@ pub fn beginning(about: &TraceHeader) -> std::io::Result<Vec<u8>> {
 }
 
 impl ProcessTrace {
-    /// Reads a file. If it is cut off or damaged, reads up to that point and sets `truncated`.
+    /// Reads a trace file. If the file is cut off or damaged, reads up to that point and sets
+    /// [`truncated`](Self::truncated).
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, or does not begin like a trace of this version.
+    /// If the file cannot be read, or does not begin like a trace of this format version.
     pub fn read(path: &Path) -> Result<Self, TraceError> {
         let bytes = std::fs::read(path).map_err(|error| unreadable(path, &error))?;
         Self::of_bytes(&bytes).map_err(|why| TraceError::NotATrace {
@@ -266,8 +270,9 @@ impl ProcessTrace {
         })
     }
 
-    /// Reads all traces of a folder, from the job that began last. Returns (traces sorted by
-    /// process, problems). Problems are files that are missing, of another job, or not traces.
+    /// Reads all traces in a folder. Of several jobs, takes the one that began last. Returns
+    /// (traces sorted by process, problems). Problems are files that are missing, of another job,
+    /// or not traces.
     ///
     /// # Errors
     ///
@@ -354,13 +359,13 @@ impl ProcessTrace {
         Ok((traces, wrong))
     }
 
-    /// Returns a text by its number; empty if the file lacks it.
+    /// Returns the text with index `number`; empty if the trace has no such text.
     pub fn text(&self, number: u32) -> &str {
         self.texts.get(number as usize).map_or("", String::as_str)
     }
 
-    /// Parses the bytes of a file. If they are damaged later on, sets `truncated`. The error is a
-    /// problem at the beginning.
+    /// Parses the bytes of a trace file. If a chunk is damaged, stops before it and sets
+    /// `truncated`. Fails if the beginning of the file is invalid.
     pub(super) fn of_bytes(bytes: &[u8]) -> Result<Self, TraceFault> {
         let mut rest = Rest(bytes);
         if rest.take(MAGIC.len()) != Some(MAGIC) {
@@ -433,7 +438,8 @@ impl<'a> Rest<'a> {
     }
 }
 
-/// Returns a message that the traces of these processes are missing; `None` if the range is empty.
+/// Returns the message that the traces of these processes are missing; `None` if the range is
+/// empty.
 fn missing(processes: Range<u32>) -> Option<String> {
     match processes.len() {
         0 => None,

@@ -5,16 +5,16 @@ use std::fmt;
 use mpmd_proto::router::OpNote;
 use serde::{Deserialize, Serialize};
 
-/// The part of a pipeline step that an operation belongs to: stage, microbatch and role.
+/// The role of an operation in a pipeline step, with its stage and microbatch.
 ///
-/// It has no effect on the computation, and is not compared between processes.
+/// It has no effect on the computation. Processes may give the same operation different labels.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct Label {
     /// The stage, from 0. For a move, the source stage.
     pub stage: u32,
-    /// The microbatch, from 0. `None` if the operation is for all of them.
+    /// The microbatch, from 0. `None` if the operation is for all microbatches.
     pub microbatch: Option<u32>,
-    /// The purpose of the operation.
+    /// The purpose of the operation in the pipeline.
     pub role: Role,
 }
 
@@ -45,7 +45,7 @@ pub enum Role {
     Update,
     /// Repeats a forward pass to recover the residuals that the first pass did not keep.
     Recompute,
-    /// Makes or updates a stage's working form of its parameters.
+    /// Computes or updates the form of its parameters that a stage's kernels work with.
     Prepare,
     /// Computes both gradients of a stage in one pass.
     Backward,
@@ -68,7 +68,7 @@ impl Role {
         Self::Backward,
     ];
 
-    /// Returns the role in words for messages, such as `input gradient`.
+    /// Returns the role as text for messages, such as `input gradient`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -88,12 +88,12 @@ impl Role {
     }
 }
 
-/// Bit positions in a label's word. The word holds role, stage, and microbatch plus one.
+/// Bit positions in the 64-bit form of a label. It holds role, stage, and microbatch plus one.
 const STAGE: u32 = 32;
 const ROLE: u32 = 56;
 
 impl Label {
-    /// Packs the label into one word. Of stages, only the low 24 bits are kept.
+    /// Packs the label into 64 bits. Keeps only the low 24 bits of the stage.
     #[doc(hidden)]
     pub fn word(self) -> u64 {
         let role = Role::ALL
@@ -106,7 +106,7 @@ impl Label {
         role << ROLE | u64::from(self.stage & 0xff_ffff) << STAGE | u64::from(microbatch)
     }
 
-    /// Unpacks a label from its word.
+    /// Unpacks a label from its 64-bit form.
     #[doc(hidden)]
     pub fn of_word(word: u64) -> Self {
         let role = Role::ALL
@@ -120,7 +120,7 @@ impl Label {
         }
     }
 
-    /// Returns the label as a note for the router's messages.
+    /// Converts the label to a note, which the router adds to its messages about the operation.
     #[doc(hidden)]
     pub fn note(self) -> OpNote {
         OpNote {

@@ -8,13 +8,13 @@ use super::reasons::bytes;
 use crate::trace::{Label, Role};
 use mpmd_schedule::{Costs, StageCosts};
 
-/// The number of causes of waits that a summary lists, the longest first.
+/// Maximum number of causes of waits that a summary lists, the longest first.
 const LONGEST_WAITS: usize = 8;
 
-/// The number of rows of a summary that tell of annotations. Each name has a row for each process.
+/// Maximum number of annotation rows in a summary. Each name has a row for each process.
 const MOST_ANNOTATIONS: usize = 32;
 
-/// The reason why a run gives no costs of stages.
+/// The reason that stage costs cannot be computed from a run.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CostsError {
@@ -34,13 +34,13 @@ pub enum CostsError {
 /// The measured times of all stages' passes and moves, by stage and role.
 #[derive(Default)]
 struct RoleTimes {
-    /// In seconds, one for each pass or move.
+    /// Durations in seconds, one for each pass or move.
     seconds: BTreeMap<(u32, Role), Vec<f64>>,
-    /// Bytes of the largest move.
+    /// Size in bytes of the largest move.
     bytes: BTreeMap<(u32, Role), u64>,
 }
 
-/// The time and bytes of an operation's pieces.
+/// The time span and bytes of all pieces of an operation.
 struct MoveTime {
     from: f64,
     until: f64,
@@ -98,12 +98,12 @@ impl RoleTimes {
 impl TracedRun {
     /// Returns the median time in seconds of each stage's passes and moves.
     ///
-    /// The first step is left out if there are others, since it contains one-time work. Operations
+    /// The first step is skipped if there are others, since it contains one-time work. Operations
     /// after the last step do not count. A pass on several devices takes as long as its slowest
-    /// device. A pass of several operations takes the sum of their times. Repeated forward passes
-    /// count with the input gradients that need them. If a stage computes both gradients in one
-    /// pass, each gets half of the time. The bytes of a move are those of the largest one. A trace
-    /// does not show the bytes that a pass keeps, so these are 0.
+    /// device. A pass of several operations takes the sum of their times. A repeated forward pass
+    /// counts as part of the input gradient that needs it. If a stage computes both gradients in
+    /// one pass, each gets half of the time. The bytes of a move are those of the largest one. A
+    /// trace does not show the bytes that a pass keeps, so these are 0.
     ///
     /// # Errors
     ///
@@ -136,13 +136,13 @@ impl TracedRun {
         })
     }
 
-    /// Returns true if an operation counts for the costs: it belongs to a step, and comes after
-    /// operation `after`.
+    /// Returns true if operation `op` counts for the costs: it belongs to a step and its number is
+    /// above `after`.
     fn counts(&self, op: u64, after: u64) -> bool {
         op > after && self.is_of_a_step(op)
     }
 
-    /// Adds the time of each stage's passes in each step after operation `after`.
+    /// Adds to `times` the durations of all passes in each step after operation `after`.
     fn add_pass_times(&self, after: u64, times: &mut RoleTimes) {
         let mut took: BTreeMap<u64, (Label, f64)> = BTreeMap::new();
         for kernel in self
@@ -178,7 +178,7 @@ impl TracedRun {
         }
     }
 
-    /// Adds the times and bytes of the moves between stages after operation `after`.
+    /// Adds to `times` the durations and bytes of all moves between stages after operation `after`.
     fn add_move_times(&self, after: u64, times: &mut RoleTimes) {
         let mut moved: BTreeMap<u64, MoveTime> = BTreeMap::new();
         for piece in self
@@ -371,8 +371,8 @@ impl TracedRun {
         }
     }
 
-    /// Returns (start, end) in seconds of the steps, without the first step if there are others.
-    /// Without steps, returns the times of the whole run.
+    /// Returns (start, end) in seconds of the time covered by the steps. Skips the first step if
+    /// there are others. Without steps, returns the times of the whole run.
     fn window(&self) -> (f64, f64) {
         match self.steps.as_slice() {
             [] => (0.0, self.end),
@@ -391,7 +391,7 @@ fn median(times: &mut [f64]) -> f64 {
         .unwrap_or(0.0)
 }
 
-/// Formats a time in seconds with a suitable unit.
+/// Formats a time in seconds, with a unit that suits its size.
 fn seconds(time: f64) -> String {
     match time {
         time if time >= 1.0 => format!("{time:.3} s"),

@@ -18,35 +18,36 @@ pub struct TracedRun {
     pub bound: f64,
     /// Messages about missing or uncertain parts of the traces.
     pub problems: Vec<String>,
-    /// The processes that have a trace, by number.
+    /// The processes that have a trace, in ascending order of their numbers.
     pub processes: Vec<TracedProcess>,
-    /// The parts of processes in operations, by (process, number of the operation).
+    /// Each process's part of each operation, by (process, number of the operation).
     pub operations: BTreeMap<(u32, u64), TracedOperation>,
-    /// Kernels, sorted by process, device and start.
+    /// Runs of kernels, sorted by process, device and start.
     pub kernels: Vec<KernelRun>,
-    /// Pieces, sorted by operation, piece, sender and receiver.
+    /// Pieces of arrays sent between processes, sorted by operation, piece, sender and receiver.
     pub pieces: Vec<TracedPiece>,
-    /// Waits, sorted by process and time.
+    /// Waits of program threads, sorted by process and time.
     pub waits: Vec<ProgramWait>,
-    /// Ranges that the programs named, sorted by process and start; an outer one comes before those
-    /// in it.
+    /// Ranges that the programs gave a name, sorted by process and start. An outer range comes
+    /// before the ranges inside it.
     pub annotations: Vec<Annotation>,
-    /// Steps, in order.
+    /// Steps of the program, in order.
     pub steps: Vec<RunStep>,
-    /// (name of a schedule, its rows in torch's text format)
+    /// (name, rows in torch's text format) of each schedule that the program used.
     pub schedules: Vec<(String, String)>,
     /// Time at which the last kernel ended or the last piece arrived, in seconds.
     pub end: f64,
 }
 
-/// A process of a run.
+/// A process of a traced run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TracedProcess {
     /// The number of the process in the job.
     pub process: u32,
-    /// The job's numbers of the devices that the process owns.
+    /// Job-wide numbers of the devices that the process owns.
     pub devices: Vec<u32>,
-    /// The kind of each of these devices. Empty in older files, for CPU devices.
+    /// Kind of each device of the process, such as `cuda`. Empty in older files, where all devices
+    /// are CPU devices.
     pub kinds: Vec<String>,
     /// Time of the last event of the process, in seconds.
     pub last: f64,
@@ -55,7 +56,7 @@ pub struct TracedProcess {
 /// One process's part of an operation. Times are in seconds since the beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TracedOperation {
-    /// The part of the operation in a pipeline; `None` outside of pipelines.
+    /// The operation's stage, microbatch and role in a pipeline; `None` outside of pipelines.
     pub label: Option<Label>,
     /// The description of the operation.
     pub description: Arc<str>,
@@ -63,13 +64,13 @@ pub struct TracedOperation {
     pub at: Arc<str>,
     /// Time at which the program issued the operation.
     pub issued: f64,
-    /// Time at which the first kernel began or the first piece was ready. Without either, the time
-    /// of issue.
+    /// Time at which the first kernel began or the first piece was ready. If there is neither, the
+    /// time of issue.
     pub started: f64,
     /// Time at which all parts of the operation on this process had ended. `None` if the trace ends
-    /// before.
+    /// earlier.
     pub ended: Option<f64>,
-    /// The number of the operation that made the array, for a move.
+    /// For a move, the number of the operation that made the array.
     pub source: Option<u64>,
 }
 
@@ -82,16 +83,16 @@ pub struct KernelRun {
     pub device: u32,
     /// The number of the operation.
     pub op: u64,
-    /// Time at which the device took up the operation.
+    /// Time at which the device took the operation from its queue.
     pub since: f64,
     /// Time at which the inputs were ready and the kernel began.
     pub start: f64,
-    /// Time at which the kernel ended. If it did not end, the end of the process's trace.
+    /// Time at which the kernel ended. If no end was recorded, the end of the process's trace.
     pub end: f64,
     /// True if the end of the kernel was recorded.
     pub ended: bool,
-    /// The number of the operation that made the last input; `None` if the device waited for no
-    /// input.
+    /// Number of the operation whose output was the last input that the device waited for. `None`
+    /// if all inputs were ready.
     pub waited_for: Option<u64>,
     /// Bytes of arrays on the device at the start of the kernel.
     pub memory_at_start: u64,
@@ -142,8 +143,8 @@ pub struct ProgramWait {
     pub at: Arc<str>,
 }
 
-/// A range of a program's thread that the program named. Times are in seconds since the beginning
-/// of the run.
+/// A range of a program thread's time that the program gave a name. Times are in seconds since the
+/// beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Annotation {
     /// The number of the process in the job.
@@ -158,19 +159,19 @@ pub struct Annotation {
     pub at: Arc<str>,
 }
 
-/// A step of the program, with the time span of its kernels.
+/// A step of the program, with the times of its kernels.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RunStep {
     /// Number of the step, from 1.
     pub number: u64,
-    /// The last operation before the step.
+    /// Number of the last operation before the step.
     pub after_op: u64,
-    /// The last operation of the step.
+    /// Number of the last operation of the step.
     pub last_op: u64,
     /// Start of the step's first kernel, in seconds.
     pub start: f64,
-    /// Time in seconds at which the last kernel of this step and of those before has ended. Kernels
-    /// of a later step may end first.
+    /// Time in seconds at which all kernels of this step and of earlier steps have ended. Kernels
+    /// of a later step may end before that.
     pub end: f64,
 }
 
@@ -192,7 +193,7 @@ impl TracedRun {
     }
 
     /// Merges the traces of a job's processes on one common clock. `problems` are the messages from
-    /// reading the traces.
+    /// reading the traces; the run keeps them.
     pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
         let aligned = Aligned::of(traces);
         let first = |place: usize| {
@@ -234,18 +235,18 @@ impl TracedRun {
         merging.finish(&step_ends)
     }
 
-    /// Returns true if `op` belongs to one of the steps, or if there are none.
+    /// Returns true if operation `op` belongs to one of the steps, or if the run has no steps.
     pub(super) fn is_of_a_step(&self, op: u64) -> bool {
         let ends = self.steps.first().zip(self.steps.last());
         ends.is_none_or(|(first, last)| first.after_op < op && op <= last.last_op)
     }
 
-    /// Returns the part of process `process` in operation `op`; `None` if its trace has none.
+    /// Returns the part of process `process` in operation `op`, or `None` if its trace has none.
     pub fn operation(&self, process: u32, op: u64) -> Option<&TracedOperation> {
         self.operations.get(&(process, op))
     }
 
-    /// Returns the pieces of operation `op`, of all processes.
+    /// Returns the pieces of operation `op`, from all processes.
     pub(super) fn pieces_of(&self, op: u64) -> &[TracedPiece] {
         let from = self.pieces.partition_point(|piece| piece.op < op);
         let until = self.pieces.partition_point(|piece| piece.op <= op);
@@ -253,8 +254,8 @@ impl TracedRun {
     }
 }
 
-/// Returns the time at which an event's subject began, in nanoseconds since the process's trace
-/// began.
+/// Returns the time at which the activity that ends with this event began. For other events it is
+/// the event's time. In nanoseconds since the process's trace began.
 fn begin_of(event: &TraceEvent) -> u64 {
     match event.what {
         TraceEventKind::Waited { since, .. }
@@ -264,7 +265,7 @@ fn begin_of(event: &TraceEvent) -> u64 {
     }
 }
 
-/// A run under construction.
+/// A [`TracedRun`] under construction, and its pieces so far.
 struct Merging {
     run: TracedRun,
     pieces: BTreeMap<TracedPieceKey, TracedPiece>,
@@ -279,7 +280,7 @@ struct TracedPieceKey {
     to: u32,
 }
 
-/// The merge of one process's events.
+/// The state while the events of one process are merged.
 struct ProcessMerge<'m> {
     run: &'m mut TracedRun,
     pieces: &'m mut BTreeMap<TracedPieceKey, TracedPiece>,
@@ -287,11 +288,11 @@ struct ProcessMerge<'m> {
     /// Time of the process's last event.
     last: f64,
     texts: Vec<Arc<str>>,
-    /// By device, the index of the kernel that runs.
+    /// For each device that runs a kernel, the kernel's index in `run.kernels`.
     running: HashMap<u32, usize>,
-    /// The pieces that were posted and have not left, by ticket.
+    /// Pieces that were posted and whose send is not complete, by ticket.
     tickets: HashMap<u64, TracedPieceKey>,
-    /// Converts a time in the trace to seconds in the run.
+    /// Converts a time in the trace, in nanoseconds, to seconds since the beginning of the run.
     time: &'m dyn Fn(u64) -> f64,
 }
 
@@ -386,7 +387,7 @@ impl ProcessMerge<'_> {
             .unwrap_or_else(|| Arc::from(""))
     }
 
-    /// Notes that an operation is at work at time `at`.
+    /// Moves the start of operation `op` forward to time `at` if it is later than that.
     fn start(&mut self, op: u64, at: f64) {
         if let Some(operation) = self.run.operations.get_mut(&(self.process, op)) {
             operation.started = operation.started.min(at);
@@ -407,7 +408,8 @@ impl ProcessMerge<'_> {
         }
     }
 
-    /// Notes a step of a piece's way. Ignores events that are not [`TraceEventKind::Piece`].
+    /// Records that a piece reached a stage of its transfer. Ignores events that are not
+    /// [`TraceEventKind::Piece`].
     fn add_piece(&mut self, what: TraceEventKind, at: f64) {
         let TraceEventKind::Piece {
             step,

@@ -8,20 +8,20 @@ use mpmd_schedule::simulate::{SimulateError, simulate_schedule};
 use mpmd_schedule::timeline::Timeline;
 use mpmd_schedule::{Dialect, ScheduleError, ScheduleText, TextError};
 
-/// The reason why a run has no plan to compare with.
+/// The reason that a run has no plan to compare with.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoPlan {
     /// The run has no pipeline.
     #[error("the run has no schedule")]
     NoSchedule,
-    /// The schedule in the trace is not in the text format.
+    /// The schedule in the trace is not in torch's text format.
     #[error("the schedule in the trace is not in torch's text format: {0}")]
     Text(#[from] TextError),
     /// The text is not a valid schedule.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// The run gives no costs.
+    /// The costs of the stages cannot be computed from the run.
     #[error(transparent)]
     Costs(#[from] CostsError),
     /// Schedule and costs do not fit together.
@@ -30,9 +30,9 @@ pub enum NoPlan {
 }
 
 impl TracedRun {
-    /// Simulates one step of the run's first schedule with the run's own [costs](Self::costs). The
-    /// result is the duration of a step in which all passes and moves take their median time,
-    /// without other delays.
+    /// Simulates one step of the run's first schedule with the run's own [costs](Self::costs). In
+    /// the simulated step, every pass and move takes its median time and nothing else causes
+    /// delays.
     ///
     /// # Errors
     ///
@@ -46,8 +46,7 @@ impl TracedRun {
         Ok(simulated.timeline(name, &costs.unit))
     }
 
-    /// Returns the run's timeline, with the plan beside it. Without a plan, returns the timeline
-    /// alone.
+    /// Returns the run's timeline with the planned times, or without them if there is no plan.
     pub fn timeline_with_plan(&self) -> Timeline {
         match self.plan() {
             Ok(plan) => self.timeline_beside(&plan),

@@ -4,9 +4,9 @@ use super::merge::{KernelRun, TracedOperation, TracedRun};
 use crate::trace::{Label, Role};
 
 impl TracedRun {
-    /// Describes what process `process` waited for when it waited for the values of operation `op`.
-    /// The wait began at `since`, in seconds. If the transfer of the values took more than half of
-    /// it, that is the transfer; else the pass that made the values, with its process.
+    /// Describes the cause of a wait of process `process` for the values of operation `op`. The
+    /// wait began at `since`, in seconds. The cause is the transfer of the values if it took more
+    /// than half of the wait. Otherwise it is the pass that computed the values, with its process.
     pub(super) fn reason(&self, process: u32, op: u64, since: f64) -> String {
         let Some(operation) = self.operation(process, op) else {
             return format!("operation {op}");
@@ -38,8 +38,7 @@ impl TracedRun {
         }
     }
 
-    /// Describes the reason why a device that was idle from `idle` on did not begin `kernel`
-    /// earlier.
+    /// Describes the reason that a device, idle since time `idle`, did not begin `kernel` earlier.
     pub(super) fn why_idle(&self, kernel: &KernelRun, idle: f64) -> String {
         if let Some(input) = kernel.waited_for {
             return self.reason(kernel.process, input, idle);
@@ -69,8 +68,8 @@ impl TracedRun {
         }
     }
 
-    /// Describes the operation that made the values of operation `op`: `op` itself, or for a move
-    /// the operation of process `from` that made the array.
+    /// Describes the operation that computed the values of operation `op`. That is `op` itself, or
+    /// for a move the operation of process `from` that made the array.
     fn made_by(&self, operation: &TracedOperation, op: u64, from: u32) -> String {
         let source = operation
             .source
@@ -90,8 +89,8 @@ impl TracedRun {
     }
 }
 
-/// Describes the work of a device's thread between `idle` and the start of `kernel`, which did not
-/// wait for inputs. A trace cannot tell that work from a wait for a processor core.
+/// Describes the work of a device's thread between time `idle` and the start of `kernel`, which did
+/// not wait for inputs. A trace cannot tell that work from a wait for a processor core.
 fn why_thread(kernel: &KernelRun, device: &str, idle: f64) -> String {
     let did = match kernel.since - idle > 0.5 * (kernel.start - idle) {
         true => "handed over earlier outputs",
@@ -100,8 +99,8 @@ fn why_thread(kernel: &KernelRun, device: &str, idle: f64) -> String {
     format!("the thread of {device}, which {did} or had no core")
 }
 
-/// Returns the label of the pass that made the values of a move with this label. Other labels stay
-/// unchanged.
+/// Returns the label of the pass that computed the values of a move with the label `label`. Returns
+/// any other label unchanged.
 fn made(label: Label) -> Label {
     let role = match label.role {
         Role::SendForward => Role::Forward,
@@ -119,7 +118,7 @@ pub(super) fn short(description: &str) -> &str {
     kernel.unwrap_or_else(|| description.split(" from ").next().unwrap_or(description))
 }
 
-/// Formats a number of bytes with a suitable unit, up to GiB.
+/// Formats a number of bytes with a unit that suits its size, up to GiB.
 pub(super) fn bytes(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),

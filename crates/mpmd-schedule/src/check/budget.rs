@@ -4,19 +4,20 @@ use std::str::FromStr;
 
 use mpmd_base::parse_bytes;
 
-/// The maximum that a rank may keep at a time between forward and backward passes.
+/// The limit of the memory that a rank may keep between forward and backward passes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Budget {
-    /// Limit of forward passes that wait for the end of their weight gradient.
+    /// Maximum number of forward passes whose weight gradient has not ended.
     Activations(u64),
-    /// Limit in bytes, as counted by the costs.
+    /// Maximum number of bytes, as counted by the costs.
     Bytes(u64),
 }
 
 impl FromStr for Budget {
     type Err = String;
 
-    /// Parses bytes, also with KiB, MiB or GiB, or a number as in `4activations`.
+    /// Parses a number of bytes such as `4096` or `2GiB` (also KiB, MiB), or of activations such as
+    /// `4activations`.
     fn from_str(text: &str) -> Result<Self, String> {
         match text.strip_suffix("activations") {
             Some(number) => number.trim().parse().map(Self::Activations).map_err(|_| {

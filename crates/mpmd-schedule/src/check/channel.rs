@@ -3,27 +3,27 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// The division of a process's ends of transfers into queues. Ends in one queue go one after the
-/// other. A send waits until it and its receive are at the front and the data exists. Both are then
-/// done together.
+/// The way in which a process's sends and receives wait for each other in queues. Sends and
+/// receives in one queue go one after the other. A send waits until the data exists and both it and
+/// its receive are at the front of their queues. Both are then done together.
 ///
 /// Displayed and parsed as `tags`, `direction`, `pair` and `single`.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Channel {
-    /// No queues: matching ends find each other, in any order. This framework's own transports work
-    /// so.
+    /// No queues: a send and its receive find each other in any order. The transports of this
+    /// framework work this way.
     Tags,
     /// One queue for each peer process and direction: sends and receives wait separately.
     PerDirection,
     /// One queue for each peer process, for sends and receives together.
     PerPair,
-    /// A single queue for all ends of a process.
+    /// A single queue for all sends and receives of a process.
     Single,
 }
 
 impl Channel {
-    /// All channels, from the richest to the poorest.
+    /// All channels, from the fewest to the most waits.
     pub const ALL: [Self; 4] = [Self::Tags, Self::PerDirection, Self::PerPair, Self::Single];
 }
 
@@ -38,7 +38,7 @@ impl fmt::Display for Channel {
     }
 }
 
-/// The text of a channel is invalid.
+/// The error that a text is not the name of a channel.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0:?} is no channel; there are tags, direction, pair and single")]
 pub struct NoChannel(String);

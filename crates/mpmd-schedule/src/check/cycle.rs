@@ -8,18 +8,18 @@ use super::lists::{NONE, Queues};
 use super::names::Names;
 use crate::flow::Flow;
 
-/// A flow that deadlocks over a channel.
+/// The error that a flow deadlocks over a channel.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Deadlock {
-    /// The channel.
+    /// The channel over which the flow deadlocks.
     pub channel: Channel,
-    /// Each item waits for the next, the last one for the first. Empty if a transfer's end is
-    /// missing.
+    /// The cycle of waits: each item waits for the next, the last one for the first. Empty if a
+    /// send or receive is missing.
     ///
-    /// Of the cycles through the first unfinished item of a lane or queue, it is a shortest one.
-    /// Later items of the lane or queue wait for its first one.
+    /// It is a shortest of the cycles through the first unfinished item of a lane or queue. All
+    /// later items of the lane or queue wait for that item.
     pub cycle: Vec<CycleWait>,
-    /// Transfers that can never happen, because an end is missing.
+    /// Transfers that can never happen because their send or receive is missing.
     pub missing: Vec<Missing>,
     /// (number of unfinished nodes, number of unfinished transfers)
     pub undone: (usize, usize),
@@ -34,7 +34,7 @@ pub struct CycleWait {
     pub process: u32,
     /// The tag of the operation's node or transfer in the flow.
     pub tag: u32,
-    /// The reason why the operation waits for the next item.
+    /// The reason that the operation waits for the next item.
     pub why: Why,
 }
 
@@ -49,7 +49,7 @@ pub enum Item {
     Receive(u32),
 }
 
-/// The reason why one item waits for another.
+/// The reason that one item of a cycle waits for the next item.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Why {
     /// The item comes later in its lane than the next item.
@@ -58,28 +58,28 @@ pub enum Why {
     Need,
     /// The item is a node that takes the transfer which the next item receives.
     Take,
-    /// The item is an end of a transfer, posted later in the same queue than the next item.
+    /// The item is a send or receive that is posted later in the same queue than the next item.
     Queue,
     /// The item is a send, and the next item is the node that computes its data.
     Make,
-    /// A send and its receive wait for each other.
+    /// The item is a send or receive, and the next item is its counterpart.
     Peer,
 }
 
-/// A transfer of which one end is not posted, or neither.
+/// A transfer whose send or receive, or both, is not posted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Missing {
     /// The number of the transfer.
     pub transfer: u32,
     /// The tag of the transfer in the flow.
     pub tag: u32,
-    /// The end of the sender.
+    /// The send of the transfer.
     pub from: TransferEnd,
-    /// The end of the receiver.
+    /// The receive of the transfer.
     pub to: TransferEnd,
 }
 
-/// One end of a transfer.
+/// The send or the receive of a transfer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct TransferEnd {
     /// The process that sends or receives.
@@ -109,7 +109,7 @@ impl Deadlock {
 }
 
 impl CycleWait {
-    /// Describes the operation and its process in words.
+    /// Describes the operation and its process as text.
     pub fn text(&self, names: &dyn Names) -> String {
         let process = names.process(self.process);
         match self.item {
@@ -121,7 +121,7 @@ impl CycleWait {
 }
 
 impl Missing {
-    /// Describes in words the end that is missing.
+    /// Describes as text which of the send and the receive is missing.
     pub fn line(&self, names: &dyn Names) -> String {
         let transfer = names.transfer(self.tag);
         let from = names.process(self.from.process);
@@ -136,7 +136,7 @@ impl Missing {
     }
 }
 
-/// Returns the transfers with a missing end.
+/// Returns the transfers with a missing send or receive.
 pub(super) fn missing(engine: &FlowEngine) -> Vec<Missing> {
     let transfers = engine.flow.transfers.iter().zip(0..);
     let lacking = transfers.filter_map(|(transfer, number)| {
@@ -159,14 +159,15 @@ pub(super) fn missing(engine: &FlowEngine) -> Vec<Missing> {
     lacking.collect()
 }
 
-/// The number of followed waits after which the search stops with the shortest cycle so far.
+/// Maximum number of waits that the search follows. Then it stops with the shortest cycle so far.
 const SEARCH: usize = 50_000_000;
 
-/// Returns the shortest cycle of waits. Nothing more can begin in the execution, and no end is
-/// missing.
+/// Returns the shortest cycle of waits. In `engine`, nothing more can begin and no send or receive
+/// is missing.
 ///
-/// Each front of a lane or queue waits for an item, which is at a front or behind one. So a path
-/// leads from every front to a front again, and some cycle passes through a front.
+/// The first unfinished item of each lane or queue waits for an item that is first itself or is
+/// queued behind a first one. So a path leads from every first item to another, and some cycle
+/// passes through a first item.
 pub(super) fn shortest(engine: &FlowEngine) -> Vec<CycleWait> {
     let graph = WaitGraph::new(engine);
     let count = engine.flow.nodes.len() + engine.flow.transfers.len() * 2;
@@ -222,7 +223,7 @@ pub(super) fn shortest(engine: &FlowEngine) -> Vec<CycleWait> {
         .collect()
 }
 
-/// One item of a wait, and the reason of the wait: an item that is waited for, or one that waits.
+/// An edge in the graph of waits: the item at its other end, and the reason for the wait.
 #[derive(Clone, Copy)]
 struct WaitEdge {
     item: u32,
@@ -235,7 +236,7 @@ impl WaitEdge {
     }
 }
 
-/// The graph of waits. Items have numbers: nodes first, then ends of transfers.
+/// The graph of waits. Items are numbered: nodes first, then sends and receives.
 struct WaitGraph<'e, 'f> {
     engine: &'e FlowEngine<'f>,
     nodes: u32,
@@ -282,7 +283,7 @@ impl<'e, 'f> WaitGraph<'e, 'f> {
         nodes.chain(ends).filter(|item| *item != NONE).collect()
     }
 
-    /// Adds to `edges` the (item, reason) pairs that an unfinished item waits for.
+    /// Appends to `edges` the items that an unfinished item waits for, each with the reason.
     fn edges(&self, item: u32, edges: &mut Vec<WaitEdge>) {
         let engine = self.engine;
         let flow: &Flow = self.engine.flow;

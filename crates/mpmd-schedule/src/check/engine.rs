@@ -16,61 +16,61 @@ use super::channel::Channel;
 use super::lists::{IndexLists, NONE, Queues};
 use crate::flow::{Flow, Post};
 
-/// Bits of [`FlowEngine::state`].
+/// Bits of [`FlowEngine::state`]: the send or the receive is posted.
 const SEND_POSTED: u8 = 1;
 const RECEIVE_POSTED: u8 = 2;
-/// Bits for ends at the front of their queues.
+/// Bits of [`FlowEngine::state`]: the send or the receive is at the front of its queue.
 const SEND_FRONT: u8 = 4;
 const RECEIVE_FRONT: u8 = 8;
-/// The data to send has been computed.
+/// Bit of [`FlowEngine::state`]: the data to send has been computed.
 const MADE: u8 = 16;
 const BEGUN: u8 = 32;
 const SENT: u8 = 64;
 
-/// A node or transfer that can begin, with its number.
+/// A node or transfer that can begin, by its number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum ReadyItem {
     Node(u32),
     Transfer(u32),
 }
 
-/// The state of an execution. The send of a transfer has twice the transfer's number, the receive
-/// one more.
+/// The state of a flow's execution. The send of transfer `t` has the number `2 * t`, its receive
+/// the number `2 * t + 1`.
 #[derive(Debug)]
 pub(crate) struct FlowEngine<'a> {
     pub(super) flow: &'a Flow,
-    /// The number of events that each node still waits for.
+    /// Number of events that each node still waits for.
     waits: Vec<u32>,
     pub(super) ended: Vec<bool>,
-    /// The next node in the lane of each node; `NONE` after the last.
+    /// For each node, the next node of its lane; `NONE` after the last.
     after: Vec<u32>,
-    /// For each node, the nodes that need it. The next lists are the nodes that take each transfer,
-    /// and the transfers that each node computes.
+    /// For each node, the nodes that need it. `taken_by` has the nodes that take each transfer, and
+    /// `makes` the transfers of each node's results.
     needed_by: IndexLists,
     taken_by: IndexLists,
     makes: IndexLists,
     state: Vec<u8>,
-    /// Queues of ends; `None` if all ends are at the front at once.
+    /// The queues of sends and receives; `None` if all of them are at the front at once.
     pub(super) queues: Option<Queues>,
-    /// Ends that have come to the front of their queues and are not processed yet.
+    /// Sends and receives that have come to the front of their queues and are not processed yet.
     fresh: Vec<u32>,
-    /// Items that can begin. The caller removes and runs them.
+    /// Nodes and transfers that can begin. The caller removes and runs them.
     pub(crate) begins: Vec<ReadyItem>,
-    /// The causes of all starts; `None` in the check. Only for the simulation.
+    /// The causes of all starts, for the simulation. `None` in the check.
     pub(crate) causes: Option<Causes>,
     pub(crate) nodes_left: usize,
     pub(crate) transfers_left: usize,
 }
 
-/// The last cause of each node and transfer: the number of a node, or the number of nodes plus the
-/// number of a transfer. A node's cause may be a transfer that was received. A transfer's cause may
-/// be another transfer that arrived.
+/// The last event that each node and transfer waited for. Node `n` has the number `n`, transfer `t`
+/// the number of nodes plus `t`. The cause of a node's start may be a received transfer, that of a
+/// transfer's start an earlier transfer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Causes {
     pub(crate) node: Vec<u32>,
-    /// The item that let each transfer begin.
+    /// For each transfer, the node or transfer that let it begin.
     pub(crate) transfer: Vec<u32>,
-    /// The node or transfer that ends now.
+    /// The number of the node or transfer that ends now.
     now: u32,
 }
 
@@ -79,7 +79,7 @@ impl<'a> FlowEngine<'a> {
     ///
     /// # Panics
     ///
-    /// If numbers in the flow are out of range, or an end of a transfer is posted twice.
+    /// If numbers in the flow are out of range, or a send or receive is posted twice.
     pub(crate) fn new(flow: &'a Flow, channel: Channel, with_causes: bool) -> Self {
         let nodes = flow.nodes.len();
         let transfers = flow.transfers.len();
@@ -174,7 +174,7 @@ impl<'a> FlowEngine<'a> {
         self.settle();
     }
 
-    /// Ends a node. Adds the items that can begin as a result to `begins`.
+    /// Records that a node has ended. Adds the nodes and transfers that can begin now to `begins`.
     pub(crate) fn end_node(&mut self, node: u32) {
         self.ended[node as usize] = true;
         self.nodes_left -= 1;
@@ -199,7 +199,8 @@ impl<'a> FlowEngine<'a> {
         self.settle();
     }
 
-    /// Records that a transfer has arrived. Adds the items that can begin as a result to `begins`.
+    /// Records that a transfer has arrived. Adds the nodes and transfers that can begin now to
+    /// `begins`.
     pub(crate) fn end_transfer(&mut self, transfer: u32) {
         if let Some(causes) = &mut self.causes {
             causes.now = self.flow.nodes.len() as u32 + transfer;
@@ -223,8 +224,8 @@ impl<'a> FlowEngine<'a> {
         self.settle();
     }
 
-    /// Removes one of the events that a node waits for. After the last one, `cause` is recorded and
-    /// the node can begin.
+    /// Counts one event that `node` waits for as done. If it was the last, records `cause` and lets
+    /// the node begin.
     fn has(&mut self, node: u32, cause: u32) {
         let waits = &mut self.waits[node as usize];
         *waits -= 1;
@@ -248,7 +249,7 @@ impl<'a> FlowEngine<'a> {
         }
     }
 
-    /// Processes all ends that have come to the front.
+    /// Processes all sends and receives that have come to the front of their queues.
     fn settle(&mut self) {
         while let Some(end) = self.fresh.pop() {
             let front = if end.is_multiple_of(2) {
@@ -269,7 +270,7 @@ impl<'a> FlowEngine<'a> {
         self.state[transfer as usize] & MADE != 0
     }
 
-    /// Returns true if the end of a transfer with the number `end` is posted.
+    /// Returns true if the send or receive with the number `end` is posted.
     pub(super) fn is_posted(&self, end: u32) -> bool {
         self.state[end as usize / 2]
             & if end.is_multiple_of(2) {
@@ -291,7 +292,7 @@ impl<'a> FlowEngine<'a> {
     }
 }
 
-/// Returns the number of an end: twice the transfer's number, plus one for a receive.
+/// Returns the number of a send or receive: twice the transfer's number, plus one for a receive.
 pub(super) fn end_of(post: Post) -> u32 {
     match post {
         Post::Send(transfer) => transfer * 2,
@@ -299,7 +300,7 @@ pub(super) fn end_of(post: Post) -> u32 {
     }
 }
 
-/// Returns the process at the other side of a post.
+/// Returns the other process of a posted send or receive.
 fn peer_of(flow: &Flow, post: Post) -> u32 {
     match post {
         Post::Send(transfer) => flow.transfers[transfer as usize].to,
@@ -341,7 +342,7 @@ fn all_posts(flow: &Flow) -> impl Iterator<Item = (usize, Post)> + Clone {
         .flat_map(|(process, posts)| posts.iter().map(move |post| (process, *post)))
 }
 
-/// The queues of all processes, numbered in the order of processes and keys.
+/// The queues of all processes, numbered by process, then by key.
 struct QueueNumbers {
     of_processes: Vec<ProcessQueues>,
     count: u32,
@@ -349,13 +350,13 @@ struct QueueNumbers {
 
 /// The queues of one process.
 struct ProcessQueues {
-    /// Number of the first queue.
+    /// Number of the process's first queue.
     first: u32,
-    /// The keys of the queues, ascending.
+    /// The keys of the process's queues, ascending.
     keys: Vec<u32>,
 }
 
-/// Numbers the distinct keys of all posts.
+/// Numbers the queues: each process has one for each distinct key of its posts.
 fn number_queues(flow: &Flow, key: impl Fn(Post) -> u32) -> QueueNumbers {
     let mut count = 0;
     let mut of_processes = Vec::with_capacity(flow.posts.len());

@@ -3,7 +3,7 @@
 /// Marks an item that is in no list.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// A list of numbers for each index.
+/// Lists of numbers, one for each index.
 #[derive(Debug)]
 pub(super) struct IndexLists {
     bounds: Vec<u32>,
@@ -30,24 +30,25 @@ impl IndexLists {
         Self { bounds, items }
     }
 
-    /// Returns the range of one index's list in `items`.
+    /// Returns the range in `items` of the list with index `of`.
     pub(super) fn range(&self, of: u32) -> std::ops::Range<usize> {
         self.bounds[of as usize] as usize..self.bounds[of as usize + 1] as usize
     }
 }
 
-/// Queues of ends. Only the first unfinished end of each is at the front.
+/// Queues of sends and receives. Only the first unfinished one of each queue is at its front.
 #[derive(Debug)]
 pub(super) struct Queues {
     lists: IndexLists,
-    /// The queue of each end; `NONE` for an end that is not posted.
+    /// The queue of each send or receive; `NONE` if it is not posted.
     queue_of: Vec<u32>,
-    /// For each queue, the number of ends that have come to its front.
+    /// For each queue, how many sends and receives have come to its front so far.
     entered: Vec<u32>,
 }
 
 impl Queues {
-    /// Creates queues for `ends` ends. `pairs` yields (queue, end), in the order of the ends.
+    /// Creates queues for `ends` sends and receives. `pairs` yields (queue, number of the send or
+    /// receive).
     pub(super) fn new(
         count: u32,
         ends: usize,
@@ -69,12 +70,12 @@ impl Queues {
         self.entered.len() as u32
     }
 
-    /// Returns the ends of a queue, in order.
+    /// Returns the numbers of a queue's sends and receives, in order.
     pub(super) fn ends(&self, queue: u32) -> &[u32] {
         &self.lists.items[self.lists.range(queue)]
     }
 
-    /// Returns the queue of an end; `None` if the end is not posted.
+    /// Returns the queue of a send or receive; `None` if it is not posted.
     pub(super) fn queue_of(&self, end: u32) -> Option<u32> {
         self.queue_of
             .get(end as usize)
@@ -82,7 +83,7 @@ impl Queues {
             .filter(|queue| *queue != NONE)
     }
 
-    /// Lets the next end of a queue come to its front, and returns it.
+    /// Moves the next send or receive of a queue to its front, and returns its number.
     pub(super) fn advance(&mut self, queue: u32) -> Option<u32> {
         let entered = self.entered[queue as usize];
         self.entered[queue as usize] += 1;

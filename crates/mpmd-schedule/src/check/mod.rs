@@ -28,30 +28,33 @@ pub use report::{
 
 use super::flow::Flow;
 
-/// The proof that a flow ends over a channel, for any order of events and any delays.
+/// The proof that a flow ends without a deadlock over a channel, for any order of events and any
+/// delays.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Proof {
-    /// The channel.
+    /// The channel over which the flow ends.
     pub channel: Channel,
     /// The number of computed nodes.
     pub nodes: usize,
-    /// The number of transfers.
+    /// The number of completed transfers.
     pub transfers: usize,
 }
 
-/// Proves that a flow ends over a channel.
+/// Proves that a flow ends without a deadlock over a channel.
 ///
-/// The model: processes post their ends of transfers in order and never wait for that. A lane
-/// computes its nodes in order. A send waits for the node that computes its data. A node waits for
-/// its needs and for the transfers that it takes. The channel defines all other waits of the ends.
+/// The model: a process posts its sends and receives in order, without waiting. A lane computes its
+/// nodes in order. A send waits for the node that computes its data. A node waits for the nodes
+/// that it needs and the transfers that it takes. The channel defines all other waits of sends and
+/// receives.
 ///
 /// # Errors
 ///
-/// If the flow deadlocks. The error has the cycle of waits, or the transfers without a peer.
+/// If the flow deadlocks. The error has the cycle of waits, or the transfers whose send or receive
+/// is missing.
 ///
 /// # Panics
 ///
-/// If numbers in the flow are out of range, or an end of a transfer is posted twice.
+/// If numbers in the flow are out of range, or a send or receive is posted twice.
 pub fn check(flow: &Flow, channel: Channel) -> Result<Proof, Deadlock> {
     let mut engine = FlowEngine::new(flow, channel, false);
     while let Some(begin) = engine.begins.pop() {
@@ -63,8 +66,8 @@ pub fn check(flow: &Flow, channel: Channel) -> Result<Proof, Deadlock> {
     verdict(&engine, channel)
 }
 
-/// Returns the proof if all nodes and transfers are done, else the deadlock. Nothing more can begin
-/// in `engine`.
+/// Returns the proof if all nodes and transfers are done, else the deadlock. Called when nothing
+/// more can begin in `engine`.
 pub(super) fn verdict(engine: &FlowEngine, channel: Channel) -> Result<Proof, Deadlock> {
     let undone = (engine.nodes_left, engine.transfers_left);
     let missing = cycle::missing(engine);

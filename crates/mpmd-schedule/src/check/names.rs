@@ -4,12 +4,13 @@ use crate::flow::StepNames;
 use crate::timeline::{Bar, BarKind};
 use crate::{ActionKind, StepKind};
 
-/// Names for tags and processes: steps of a schedule, or operations and lines of a program.
+/// Names for the tags and processes of a flow: steps of a schedule, or operations and lines of a
+/// program.
 pub trait Names {
-    /// Returns the name of a node, as `2F0`.
+    /// Returns the name of a node, such as `2F0`.
     fn node(&self, tag: u32) -> String;
 
-    /// Returns the name of a transfer, as `2SEND_F0`.
+    /// Returns the name of a transfer, such as `2SEND_F0`.
     fn transfer(&self, tag: u32) -> String;
 
     /// Returns the name of a process.
@@ -40,7 +41,7 @@ pub trait Names {
         }
     }
 
-    /// Returns true if a node continues the node before it in its lane. Timelines show both as one
+    /// Returns true if a node continues the previous node of its lane. Timelines show both as one
     /// bar.
     fn is_rest(&self, tag: u32) -> bool {
         let _ = tag;

@@ -6,25 +6,26 @@ use crate::{ActionKind, Costs, StepKind};
 /// The peak memory of a rank between forward and backward passes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct RankPeak {
-    /// The largest number of forward passes that have begun and wait for the end of their weight
-    /// gradient.
+    /// Largest number of forward passes at a time that have begun and whose weight gradient has not
+    /// ended.
     pub activations: u64,
-    /// The largest number of bytes of activations and weight residuals; 0 if the costs have none.
+    /// Largest number of bytes of activations and weight residuals at a time; 0 if the costs have
+    /// no bytes.
     pub bytes: u64,
-    /// The tag of the node that first reaches the peak of activations.
+    /// The tag of the node at which activations first reach their peak.
     pub activations_at: u32,
-    /// The tag of the node that first reaches the peak of bytes.
+    /// The tag of the node at which bytes first reach their peak.
     pub bytes_at: u32,
 }
 
-/// The changes of a rank's memory through one node.
+/// The changes of a rank's memory at the start and the end of one node.
 #[derive(Clone, Copy)]
 pub(crate) struct KeptChange {
     pub(crate) at_start: i64,
     pub(crate) at_end: i64,
 }
 
-/// The memory that a rank keeps.
+/// The memory that a rank keeps between passes.
 #[derive(Clone, Copy, Default)]
 struct KeptMemory {
     activations: i64,
@@ -43,7 +44,7 @@ fn bytes(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// The unit in which memory is counted.
+/// The unit in which the memory of a rank is counted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Unit {
     Activations,
@@ -69,7 +70,7 @@ impl<'a> MemoryLedger<'a> {
         }
     }
 
-    /// Returns bytes if the costs have any, else activations.
+    /// Returns [`Unit::Bytes`] if the costs have any bytes, else [`Unit::Activations`].
     pub(crate) fn unit(&self) -> Unit {
         let says = |costs: &Costs| costs.says_bytes();
         if self.costs.is_some_and(says) {
@@ -79,7 +80,7 @@ impl<'a> MemoryLedger<'a> {
         }
     }
 
-    /// Returns the changes of a rank's memory through the node with this tag.
+    /// Returns the changes of a rank's memory at start and end of the node with this tag.
     pub(crate) fn change(&self, tag: u32, unit: Unit) -> KeptChange {
         let step = self.names.step(tag);
         let stage = self
@@ -113,7 +114,7 @@ impl<'a> MemoryLedger<'a> {
         KeptChange { at_start, at_end }
     }
 
-    /// Returns the peak of each lane, indexed by lane.
+    /// Returns the peak memory of each lane, indexed by lane.
     pub(crate) fn peaks(&self, flow: &Flow) -> Vec<RankPeak> {
         let mut peaks = vec![RankPeak::default(); flow.lanes.len()];
         let mut kept = vec![KeptMemory::default(); flow.lanes.len()];

@@ -9,12 +9,12 @@ use crate::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleError};
 /// The conditions that a schedule is checked against.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckLimits<'a> {
-    /// The channel of its transfers.
+    /// The channel over which the schedule transfers data.
     pub channel: Channel,
-    /// When a result is sent: as soon as it is there, or in the order of the schedule. A runtime
-    /// that sends in order needs [`Leaves::InOrder`], where a send may wait for an earlier one.
+    /// The moment at which a rank can send a result. A runtime that sends in the order of the
+    /// schedule needs [`Leaves::InOrder`], where a send may wait for an earlier one.
     pub leaves: Leaves,
-    /// The costs of the stages. Only their bytes are used.
+    /// The costs of the stages. Only the numbers of bytes are used.
     pub costs: Option<&'a Costs>,
     /// The limit of the memory that a rank keeps; `None` for no limit.
     pub budget: Option<Budget>,
@@ -40,21 +40,21 @@ pub struct LinkTraffic {
     pub from: u32,
     /// The receiving rank.
     pub to: u32,
-    /// The number of transfers.
+    /// The number of transfers from `from` to `to`.
     pub transfers: u64,
     /// The sum of the transfers' bytes; 0 without costs.
     pub bytes: u64,
 }
 
-/// A fault in a schedule. Places in rows are from 0.
+/// A fault in a schedule. Positions in rows are indices from 0.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Problem {
     /// There are no actions at all.
     Empty,
-    /// Actions are missing, or are not where they belong.
+    /// An action is missing or misplaced.
     Fault(ScheduleFault),
-    /// Explicit transfers do not match the actions.
+    /// Sends and receives in the rows do not match the actions.
     Moves(FlowError),
     /// The schedule deadlocks.
     Deadlock(Deadlock),
@@ -64,7 +64,7 @@ pub enum Problem {
     More(usize),
     /// A rank exceeds the memory budget.
     Budget {
-        /// The rank.
+        /// The rank that exceeds the budget.
         rank: usize,
         /// The peak of the rank's memory, in the unit of the budget.
         peak: u64,
@@ -106,8 +106,8 @@ impl Problem {
     }
 }
 
-/// Checks a schedule over a channel and against a budget. Its actions are known to be complete and
-/// in order.
+/// Checks a schedule over a channel and against a budget. A [`Schedule`] always has all actions in
+/// a valid order.
 pub fn check_schedule(schedule: &Schedule, limits: CheckLimits) -> ScheduleReport {
     let mut report = ScheduleReport::default();
     match lower(schedule) {
@@ -119,8 +119,8 @@ pub fn check_schedule(schedule: &Schedule, limits: CheckLimits) -> ScheduleRepor
     report
 }
 
-/// Checks rows that may not be a valid schedule; faults are listed in the report. If the rows have
-/// no transfers, those of [`lower`] are added.
+/// Checks rows that may not be a valid schedule; the report lists their faults. If the rows have no
+/// transfers, those of [`lower`] are added.
 pub fn check_lowered(rows: &Lowered, limits: CheckLimits) -> ScheduleReport {
     let (actions, pairs) = rows.actions();
     let mut report = ScheduleReport::default();
@@ -167,7 +167,7 @@ pub fn check_lowered(rows: &Lowered, limits: CheckLimits) -> ScheduleReport {
     }
 }
 
-/// The limit for the number of missing or misplaced actions that a report lists.
+/// Maximum number of missing or misplaced actions that a report lists.
 const NAMED: usize = 100;
 
 impl ScheduleReport {
@@ -176,8 +176,8 @@ impl ScheduleReport {
         self.problems.is_empty() && self.proof.is_some()
     }
 
-    /// Adds a problem if ranks wait for each other over any channel. If an action appears twice,
-    /// the first one counts. A missing action is not waited for.
+    /// Adds a problem if the ranks wait for each other over any channel. If an action appears
+    /// twice, the first one counts. Missing actions are ignored.
     fn circle(&mut self, rows: &[Vec<Action>], places: &ActionPlaces) {
         let rows = rows.iter().enumerate().map(|(rank, row)| {
             let row = row.iter().enumerate();

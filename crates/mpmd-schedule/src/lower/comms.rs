@@ -5,12 +5,12 @@ use super::{LowerError, LoweredTurns, lower_turns};
 use crate::schedule::{Action, ActionKind, Schedule};
 use crate::text::{Cell, Dialect, Entry, ScheduleText, cells};
 
-/// The number of stages that a rank keeps gathered: the next ones in its row. Torch has the same
-/// number.
+/// Number of stages whose weights a rank keeps gathered: the next ones in its row. Torch uses the
+/// same number.
 const GATHERED: usize = 3;
 
-/// Returns the cells of each rank with transfers, gathers and reductions, as torch 2.11.0 places
-/// them.
+/// Returns the cells of each rank with transfers, gathers and reductions added, in the order of
+/// torch 2.11.0.
 ///
 /// Before each cell, a rank gathers the weights of the next three stages in its row and releases
 /// all others. The gradients of a stage are reduced after its last weight gradient. Each of these
@@ -19,7 +19,7 @@ const GATHERED: usize = 3;
 ///
 /// # Errors
 ///
-/// As for [`lower_cells`](super::lower_cells).
+/// The errors of [`lower_cells`](super::lower_cells).
 pub(crate) fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
     let rows = (0..schedule.ranks()).map(|rank| {
         let gathered = with_gathers(&cells(schedule, rank), schedule.stages());
@@ -65,8 +65,9 @@ pub(crate) fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerEr
 }
 
 impl ScheduleText {
-    /// Converts a schedule to text. As `compute_only`, the text has no empty cells. As
-    /// `compute_comms` it equals, to the byte, torch's text of the same orders.
+    /// Converts a schedule to torch's text format. A `compute_only` text has no empty cells. A
+    /// `compute_comms` text equals, byte for byte, the text that torch creates from the same
+    /// orders.
     ///
     /// # Errors
     ///
@@ -82,7 +83,7 @@ impl ScheduleText {
     }
 }
 
-/// Returns the stages of a cell's actions; two equal neighbours count once.
+/// Returns the stages of a cell's actions; only once if two successive actions have the same stage.
 fn stages(cell: Cell) -> impl Iterator<Item = u32> {
     let mut last = None;
     cell.actions()
@@ -90,8 +91,8 @@ fn stages(cell: Cell) -> impl Iterator<Item = u32> {
         .filter(move |stage| last.replace(*stage) != Some(*stage))
 }
 
-/// Returns, for each cell, the next stages of the rank from this cell on, until there are three.
-/// They are in the order of the cells; the stages of one cell stay together.
+/// Returns, for each cell, the first three distinct stages of the rank from this cell on, or fewer
+/// at the end of the row. They are in the order of the cells; the stages of one cell stay together.
 fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
     let mut next = Vec::with_capacity(row.len());
     // Runs from the last cell to the first. Each group has the stages of one cell that no earlier
@@ -123,10 +124,11 @@ fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
     next
 }
 
-/// Inserts `UNSHARD` and `RESHARD` between the cells of a rank. `all` is the number of stages.
+/// Inserts `UNSHARD` and `RESHARD` between the cells of a rank. `all` is the number of stages of
+/// the schedule.
 ///
-/// Overlapped pairs of a rank with more than three stages can release several stages at once. These
-/// are in ascending order here; torch does not define an order.
+/// A rank with more than three stages and overlapped pairs may release several stages at once. Here
+/// they are released in ascending order; torch does not define an order.
 fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
     let mut active: Vec<u32> = Vec::with_capacity(GATHERED + 1);
     let mut cells = Vec::with_capacity(row.len() + 4 * all.min(row.len()));

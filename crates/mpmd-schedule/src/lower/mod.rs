@@ -12,29 +12,29 @@ use super::text::{Cell, Entry, ScheduleText};
 
 pub(crate) use comms::lower_comms;
 
-/// An error in the order of transfers. The caller's schedule is at fault.
+/// An error in ordering the transfers of a schedule. The caller's schedule is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LowerError {
     /// The ranks wait for each other in a cycle, or for an action that does not exist.
     #[error("the moves cannot be put in order: {}", .heads.join("; "))]
     Stuck {
-        /// For each unfinished rank: its next action, and the action that this waits for.
+        /// For each unfinished rank, as text: its next action, and the action that it waits for.
         heads: Vec<String>,
     },
 }
 
-/// The computations and transfers of each rank, in order.
+/// The steps of each rank, in order: computations and transfers.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Lowered {
     /// The steps of each rank.
     pub steps: Vec<Vec<Step>>,
-    /// For each rank, the indices of steps that overlap with the next step of the rank, ascending.
+    /// For each rank, the positions of the steps that overlap with the rank's next step, ascending.
     pub pairs: Vec<Vec<usize>>,
 }
 
 impl From<Vec<Vec<Step>>> for Lowered {
-    /// Creates rows without overlapped pairs.
+    /// Creates lowered rows without overlapped pairs.
     fn from(steps: Vec<Vec<Step>>) -> Self {
         let pairs = vec![Vec::new(); steps.len()];
         Self { steps, pairs }
@@ -42,7 +42,7 @@ impl From<Vec<Vec<Step>>> for Lowered {
 }
 
 impl Lowered {
-    /// Converts the rows of a text unchanged, with transfers if the text has them.
+    /// Converts the rows of a text unchanged. The result has transfers only if the text does.
     pub fn of_text(text: &ScheduleText) -> Self {
         Self::of_cells(&text.rows)
     }
@@ -79,7 +79,7 @@ impl Lowered {
     }
 
     /// Returns (actions, pairs), both indexed by rank. `actions` are the computations in order.
-    /// `pairs` are the indices in `actions` of the first actions of overlapped pairs, ascending.
+    /// `pairs` are the indices in `actions` at which overlapped pairs begin, ascending.
     pub fn actions(&self) -> (Vec<Vec<Action>>, Vec<Vec<usize>>) {
         let rows = self.steps.iter().zip(&self.pairs).map(|(row, pairs)| {
             let mut actions = Vec::with_capacity(row.len());
@@ -100,13 +100,13 @@ impl Lowered {
 /// Converts a schedule to the steps of each rank: computations, sends and receives, in torch's
 /// order.
 ///
-/// Ranks take turns: see `lower_cells`. Torch also gathers and releases weights between the
-/// steps, and each such operation counts as a turn of its rank. Both actions of an overlapped pair
-/// come before their sends.
+/// Ranks take turns as `lower_cells` describes. In torch's order each gather and release of weights
+/// between the steps also counts as a turn of its rank. The sends of an overlapped pair come after
+/// both its actions.
 ///
 /// # Errors
 ///
-/// If the ranks wait for each other. Overlapped pairs can cause that.
+/// If the ranks wait for each other in a cycle. Overlapped pairs can cause that.
 pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
     let has_pairs = (0..schedule.ranks()).any(|rank| !schedule.overlaps(rank).is_empty());
     if has_pairs || schedule.stages() > schedule.ranks() {
@@ -126,34 +126,34 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
     .into())
 }
 
-/// Converts rows of cells to steps, in torch's order. Rows are indexed by rank. A cell is one turn
-/// of its rank. It has several actions if these overlap, and none if the rank does something else.
+/// Converts rows of cells to steps, in torch's order. Rows are indexed by rank. Each cell takes one
+/// turn of its rank. It has several actions if these overlap, and none for an operation on weights.
 ///
 /// Ranks take turns in order, one cell each. A rank loses its turn if its next cell needs data that
-/// does not exist yet. Otherwise the cell's actions follow. Then each action that another rank
-/// needs gets its send, and the other rank's list gets the receive at the same moment. Ranks later
-/// in the same round can use the results of a turn.
+/// does not exist yet. Otherwise the cell's actions are appended to the rank's steps. Then each
+/// result that another rank needs gets its send, and the receive is appended to the other rank's
+/// steps. Later ranks can use the results in the same round.
 ///
 /// # Errors
 ///
-/// If the ranks wait for each other, or for an action that no rank has.
+/// If the ranks wait for each other in a cycle, or for an action that no rank has.
 fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
     Ok(lower_turns(rows)?.steps)
 }
 
-/// Lowered rows, and the turns in which they were made.
+/// The steps that [`lower_turns`] creates, and the turn of each cell.
 pub(super) struct LoweredTurns {
     /// The steps of each rank.
     pub(super) steps: Vec<Vec<Step>>,
-    /// For each rank and cell, the number of the rank's steps before the cell's turn.
+    /// For each rank and cell, the number of steps that the rank had before the cell's turn.
     pub(super) turns: Vec<Vec<usize>>,
 }
 
-/// Converts rows like [`lower_cells`], and also returns the turns.
+/// Converts rows of cells to steps like [`lower_cells`], and also returns the turns.
 ///
 /// # Errors
 ///
-/// As for [`lower_cells`].
+/// The errors of [`lower_cells`].
 pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<LoweredTurns, LowerError> {
     let mut there = MadePasses::new(rows);
     let mut next = vec![0; rows.len()];
@@ -202,12 +202,12 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<LoweredTurns, Lower
     Ok(LoweredTurns { steps, turns })
 }
 
-/// Converts the actions of each rank to steps, with each send right after its computation. Each
-/// receive comes right before the computation that needs it. Over channels that keep order this
-/// mostly deadlocks, so [`lower`] has another order.
+/// Converts the actions of each rank to steps. Each send comes right after its computation, and
+/// each receive right before the computation that needs it. Over channels that keep order this
+/// mostly deadlocks, so [`lower`] uses another order.
 ///
-/// Accepts any rows. Data that no rank computes is not received, and data that no rank needs is not
-/// sent.
+/// Accepts any rows. There is no receive for data that no rank computes, and no send for data that
+/// no rank needs.
 pub(crate) fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
     let cells: Vec<Vec<&[Action]>> = rows
         .iter()
@@ -233,28 +233,28 @@ pub(crate) fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
     rows.iter().map(late).collect()
 }
 
-/// The rank of a stage that no rank has.
+/// Rank number of a stage that is on no rank.
 const NOWHERE: u32 = u32::MAX;
-/// Bits of [`MadePasses::done`].
+/// Bits of [`MadePasses::done`], one for each kind of pass.
 const FORWARD: u8 = 1;
 const INPUT: u8 = 2;
 
-/// The rank of each stage, and the passes that are done.
+/// The rank of each stage, and the passes that have been lowered so far.
 struct MadePasses {
     microbatches: usize,
     rank_of_stage: Vec<u32>,
-    /// Bits of the finished passes, indexed by stage and microbatch.
+    /// Bits of the lowered passes, indexed by stage and microbatch.
     done: Vec<u8>,
 }
 
 /// A pass of another stage that an action needs.
 struct NeededPass {
     stage: usize,
-    /// `FORWARD` or `INPUT`.
+    /// The kind of pass, as a bit of [`MadePasses::done`]: `FORWARD` or `INPUT`.
     bit: u8,
 }
 
-/// The two steps that move a result between ranks.
+/// The send and the receive that move a result between ranks.
 struct StepMove {
     send: Step,
     receive: Step,
@@ -297,7 +297,7 @@ impl MadePasses {
         };
     }
 
-    /// Returns the pass of another stage that an action needs. `None` if it needs none.
+    /// Returns the pass of another stage that an action needs, or `None` if it needs none.
     fn need(&self, action: Action) -> Option<NeededPass> {
         match action.kind {
             ActionKind::Forward => Some(NeededPass {
@@ -317,7 +317,8 @@ impl MadePasses {
             .is_none_or(|need| self.done[self.at(need.stage, action.microbatch)] & need.bit != 0)
     }
 
-    /// Returns the move of an action's result. `None` if no other rank needs the result.
+    /// Returns the send and receive of an action's result, or `None` if no other rank needs the
+    /// result.
     fn moves(&self, action: Action) -> Option<StepMove> {
         let (to, send, receive) = match action.kind {
             ActionKind::Forward => (
@@ -368,7 +369,7 @@ impl MadePasses {
         })
     }
 
-    /// Returns true if a rank has the action that reads the received data.
+    /// Returns true if a rank has the action that needs the received data.
     fn is_wanted(&self, receive: Step) -> bool {
         let bit = if receive.kind == StepKind::ReceiveForward {
             FORWARD

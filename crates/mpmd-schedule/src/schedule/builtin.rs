@@ -10,11 +10,11 @@ use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
 use super::error::ScheduleError;
 use super::{Action, ActionKind, Schedule};
 
-/// Limit for the number of actions of a built-in schedule; they take 3 GiB of memory.
+/// Maximum number of actions of a built-in schedule. They take 3 GiB of memory.
 const MOST_ACTIONS: usize = 1 << 27;
 
-/// A built-in schedule: a rule that creates an order for a number of ranks, microbatches and
-/// chunks. Chunks are the stages on each rank.
+/// A built-in schedule: a rule that gives each rank an order for any number of ranks, microbatches
+/// and chunks. Chunks are the stages on each rank.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Builtin {
@@ -30,9 +30,9 @@ pub enum Builtin {
     Eager1F1B,
     /// 1F1B with several stages on each rank, in rounds of microbatches.
     Interleaved1F1B,
-    /// Several stages on each rank, each for all microbatches before the next.
+    /// Several stages on each rank. A rank runs a stage for all microbatches before the next stage.
     LoopedBfs,
-    /// Zero bubble H1: 1F1B with weight gradients in its pauses.
+    /// Zero bubble H1: 1F1B whose pauses are filled with weight gradients.
     ZbH1,
     /// Zero bubble H1 with several stages on each rank.
     InterleavedZeroBubble,
@@ -40,8 +40,8 @@ pub enum Builtin {
     ZbvZeroBubble,
     /// Stages placed as a V; a rank runs a forward and a backward pass at the same time.
     DualPipeV,
-    /// Inference: forward passes only. Each rank runs one stage after another for each round of as
-    /// many microbatches as there are ranks.
+    /// Inference: forward passes only, in rounds of `p` microbatches on `p` ranks. In each round, a
+    /// rank runs its stages one after the other.
     ForwardOnly,
 }
 
@@ -61,8 +61,8 @@ impl Builtin {
         Self::ForwardOnly,
     ];
 
-    /// Returns the name of the built-in schedule and of the schedules that it creates. It is
-    /// torch's name if torch has the schedule.
+    /// Returns the name of the built-in schedule, which its schedules have too. It is torch's name
+    /// if torch has the schedule.
     pub fn name(self) -> &'static str {
         match self {
             Self::GPipe => "GPipe",
@@ -79,9 +79,9 @@ impl Builtin {
         }
     }
 
-    /// Returns the built-in schedule of this name, or `None`. Case, `-`, `_` and spaces do not
-    /// matter. Accepts the short names `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and `eager`,
-    /// too.
+    /// Returns the built-in schedule with this name, or `None` if there is none. Case, `-`, `_` and
+    /// spaces do not matter. The short names `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and
+    /// `eager` are accepted too.
     pub fn named(name: &str) -> Option<Self> {
         let plain = |name: &str| -> String {
             name.chars()
@@ -108,13 +108,13 @@ impl Builtin {
         })
     }
 
-    /// Returns all names as a list for messages.
+    /// Returns the names of all built-in schedules as a list for messages.
     pub(super) fn names() -> String {
         Self::ALL.map(Self::name).join(", ")
     }
 
-    /// Returns the default number of stages on each rank: two for rules about several stages, else
-    /// one.
+    /// Returns the default number of stages on each rank: two for schedules with several stages per
+    /// rank, else one.
     pub fn default_chunks(self) -> usize {
         match self {
             Self::Interleaved1F1B
@@ -182,7 +182,7 @@ impl Builtin {
         Schedule::with_overlaps(self.name(), rows, overlaps)
     }
 
-    /// Refuses numbers of microbatches and stages that the rule is not made for.
+    /// Fails if the schedule does not allow these numbers of ranks, microbatches and stages.
     fn check(self, size: BuiltinSize) -> Result<(), ScheduleError> {
         let BuiltinSize {
             ranks,
@@ -250,7 +250,7 @@ impl Builtin {
     }
 }
 
-/// A row under construction.
+/// The row of a rank under construction.
 struct RankRow {
     actions: Vec<Action>,
     overlaps: Vec<usize>,
@@ -280,7 +280,7 @@ struct StagePass {
     microbatch: usize,
 }
 
-/// The numbers that a rule is applied to.
+/// The numbers of ranks, microbatches and chunks that a schedule is created for.
 #[derive(Clone, Copy)]
 struct BuiltinSize {
     ranks: usize,
@@ -289,7 +289,7 @@ struct BuiltinSize {
 }
 
 impl BuiltinSize {
-    /// Returns the number of microbatches of a round.
+    /// Returns the number of microbatches in a round.
     fn round(self) -> usize {
         self.microbatches / (self.microbatches / self.ranks).max(1)
     }
@@ -299,8 +299,9 @@ impl BuiltinSize {
         (self.chunks - 1) * self.round()
     }
 
-    /// Returns the `n`-th pass of a rank, from 0, if chunks go round. It
-    /// counts forward passes if `forward`, else backward passes, with descending chunks.
+    /// Returns the `n`-th pass of a rank, counted from 0, if its chunks take turns in rounds.
+    /// Counts only forward passes if `forward`. Otherwise counts only backward passes, whose chunks
+    /// descend.
     fn nth(self, rank: usize, n: usize, forward: bool) -> StagePass {
         let Self {
             ranks,
@@ -340,8 +341,8 @@ impl BuiltinSize {
         }
     }
 
-    /// Builds 1F1B in all its forms: `warm_up` forward passes, then forward and backward in turn,
-    /// then the remaining backward passes.
+    /// Builds the row of a rank for all forms of 1F1B. First come `warm_up` forward passes, then
+    /// forward and backward passes in turn, then the remaining backward passes.
     fn interleaved(self, rank: usize, warm_up: usize, row: &mut RankRow) {
         let passes = self.microbatches * self.chunks;
         let warm_up = warm_up.min(passes);
@@ -371,8 +372,9 @@ impl BuiltinSize {
         }
     }
 
-    /// Builds 1F1B with input gradients. From the `rank`-th on, each is followed by the oldest
-    /// waiting weight gradient. The remaining weight gradients come at the end.
+    /// Builds the row of a rank for 1F1B with separate weight gradients. From the `rank`-th input
+    /// gradient on, the oldest waiting weight gradient follows each one. The remaining weight
+    /// gradients come at the end.
     fn zero_bubble(self, rank: usize, row: &mut RankRow) {
         let passes = self.microbatches * self.chunks;
         let warm_up = (self.first_chunks() + self.ranks - 1 - rank).min(passes);
@@ -401,8 +403,8 @@ impl BuiltinSize {
         }
     }
 
-    /// Builds rounds of `p` microbatches (the last may have fewer), each through all chunks of the
-    /// rank.
+    /// Builds a row of forward passes in rounds of `p` microbatches on `p` ranks. The last round
+    /// may have fewer. Each round passes through all chunks of the rank.
     fn forward_only(self, rank: usize, row: &mut RankRow) {
         for first in (0..self.microbatches).step_by(self.ranks) {
             for chunk in 0..self.chunks {
@@ -506,7 +508,8 @@ impl BuiltinSize {
     }
 }
 
-/// The two stages of a rank in a V: `There` is the earlier one.
+/// The two stages of a rank in a V-shaped placement: `There` is the earlier stage, `Back` the
+/// later.
 #[derive(Clone, Copy)]
 enum Leg {
     There,
@@ -514,13 +517,14 @@ enum Leg {
 }
 use Leg::{Back, There};
 
-/// The progress of a rank in a V.
+/// The progress of a rank in a V-shaped placement.
 struct VProgress {
     stages: [usize; 2],
     microbatches: usize,
-    /// Passes so far, by leg: forward, input gradient, weight gradient.
+    /// Numbers of passes so far, indexed by [`Leg`], then by kind: forward, input gradient, weight
+    /// gradient.
     counts: [[usize; 3]; 2],
-    /// Weight gradients of separate input gradients, the oldest first.
+    /// Weight gradients whose input gradient was computed separately, the oldest first.
     waiting: Vec<StagePass>,
     /// Number of passes in `waiting` that are already in the row.
     taken: usize,
@@ -549,8 +553,8 @@ impl VProgress {
         self.counts[leg as usize][Self::column(kind)]
     }
 
-    /// Adds the leg's next pass of this kind to `row` if its microbatch exists. Counts the pass in
-    /// any case.
+    /// Appends the leg's next pass of this kind to `row` if its microbatch exists. Counts the pass
+    /// in either case.
     fn next(&mut self, leg: Leg, kind: ActionKind, row: &mut RankRow) {
         let count = &mut self.counts[leg as usize][Self::column(kind)];
         if *count < self.microbatches {
@@ -565,7 +569,8 @@ impl VProgress {
         }
     }
 
-    /// Adds the leg's next input gradient to `row`; its weight gradient waits for `oldest`.
+    /// Appends the leg's next input gradient to `row`. [`oldest`](Self::oldest) appends its weight
+    /// gradient later.
     fn input(&mut self, leg: Leg, row: &mut RankRow) {
         self.waiting.push(StagePass {
             stage: self.stages[leg as usize],
@@ -586,7 +591,7 @@ impl VProgress {
         }
     }
 
-    /// Adds the oldest waiting weight gradient to `row`. Returns false if there is none.
+    /// Appends the oldest waiting weight gradient to `row`. Returns false if none is waiting.
     fn oldest(&mut self, row: &mut RankRow) -> bool {
         let Some(StagePass { stage, microbatch }) = self.waiting.get(self.taken).copied() else {
             return false;
@@ -596,8 +601,8 @@ impl VProgress {
         true
     }
 
-    /// Adds the next forward pass of one leg and the next backward pass of the other to `row`. They
-    /// run at the same time if `overlapped`.
+    /// Appends the next forward pass of one leg and the next backward pass of the other to `row`.
+    /// They form an overlapped pair if `overlapped`.
     fn pair(&mut self, forward: Leg, backward: Leg, overlapped: bool, row: &mut RankRow) {
         if overlapped {
             row.overlaps.push(row.actions.len());

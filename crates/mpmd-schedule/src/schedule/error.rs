@@ -4,7 +4,7 @@ use super::builtin::Builtin;
 
 /// An error in a schedule. The caller is at fault.
 ///
-/// Positions are those in a rank's row, from 0.
+/// Positions in the messages are indices in a rank's row, from 0.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleError {
@@ -18,7 +18,7 @@ pub enum ScheduleError {
         /// The requested number of microbatches.
         microbatches: usize,
     },
-    /// There is no built-in schedule of this name.
+    /// No built-in schedule has the requested name.
     #[error("there is no schedule {name:?}; there are {}", Builtin::names())]
     Unknown {
         /// The requested name.
@@ -46,27 +46,27 @@ pub enum ScheduleError {
     Actions {
         /// The schedule's name.
         schedule: String,
-        /// The first 8 problems or fewer, in words: action, place, and fault.
+        /// The first 8 problems or fewer, as text: action, position, and fault.
         problems: Vec<String>,
         /// The number of further problems, which are not listed.
         more: usize,
     },
-    /// The orders of the ranks wait for each other in a cycle.
+    /// The ranks wait for each other in a cycle.
     #[error("schedule {schedule} cannot proceed: {}", .cycle.join("; "))]
     Stuck {
         /// The schedule's name.
         schedule: String,
-        /// A shortest cycle, in words: for each rank its position, and the action on the next rank
+        /// A shortest cycle, as text: for each rank its position, and the action on the next rank
         /// that it waits for.
         cycle: Vec<String>,
         /// The number of ranks that cannot proceed. Ranks outside the cycle wait for it, or for
         /// another cycle.
         ranks: usize,
     },
-    /// The search for an order by cost had invalid input, or found nothing.
+    /// The search for an order by cost had invalid input, or found no order.
     #[error("no order by cost: {problem}")]
     Search {
-        /// The reason.
+        /// The invalid input, or the reason that no order was found.
         problem: String,
     },
 }

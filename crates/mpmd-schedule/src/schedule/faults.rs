@@ -3,10 +3,10 @@
 use super::error::ScheduleError;
 use super::{Action, ActionKind};
 
-/// The number of problems that an error lists; further ones are only counted.
+/// Maximum number of problems that an error lists; further ones are only counted.
 const NAMED: usize = 8;
 
-/// A fault in the rows of a schedule. Places in rows are from 0.
+/// A fault in the rows of a schedule. Positions in rows are indices from 0.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleFault {
@@ -15,7 +15,7 @@ pub enum ScheduleFault {
     Missing {
         /// The missing action.
         action: Action,
-        /// The rank of the stage; `None` if no rank has it.
+        /// The rank that has the stage; `None` if no rank has it.
         rank: Option<usize>,
     },
     /// An action appears more than once.
@@ -25,22 +25,22 @@ pub enum ScheduleFault {
         place_text(other)
     )]
     Twice {
-        /// The action.
+        /// The repeated action.
         action: Action,
-        /// The place of the first occurrence.
+        /// The position of the first occurrence.
         first: RowPlace,
-        /// The place of the other occurrence.
+        /// The position of the other occurrence.
         other: RowPlace,
     },
-    /// An action is on another rank than its stage.
+    /// An action is on another rank than the other actions of its stage.
     #[error(
         "{action} is on {}, but its stage is on rank {stage_on}",
         place_text(at)
     )]
     Elsewhere {
-        /// The action.
+        /// The misplaced action.
         action: Action,
-        /// The place of the action.
+        /// The position of the action.
         at: RowPlace,
         /// The rank of the stage.
         stage_on: usize,
@@ -48,9 +48,9 @@ pub enum ScheduleFault {
     /// A gradient is computed twice: by a `B`, and by an `I` or a `W`.
     #[error("{both} already computes {part}")]
     Both {
-        /// The `B`.
+        /// The `B`, which computes both gradients.
         both: Action,
-        /// The `I` or `W`.
+        /// The `I` or `W`, which computes one of the gradients again.
         part: Action,
     },
     /// On one rank, an action comes before an action that it needs.
@@ -59,15 +59,15 @@ pub enum ScheduleFault {
         action.action, action.place, needs.action, needs.place
     )]
     Order {
-        /// The rank.
+        /// The rank whose row is in the wrong order.
         rank: usize,
         /// The action that comes too early.
         action: PlacedAction,
-        /// The action that it needs.
+        /// The action that comes later but is needed.
         needs: PlacedAction,
     },
-    /// There are far fewer actions than the numbers of stages and microbatches require. Tables for
-    /// so many would not fit into memory.
+    /// There are far fewer actions than the numbers of stages and microbatches require. Tables of
+    /// that size would not fit into memory.
     #[error(
         "there are stages up to {} and microbatches up to {}, but only {actions} actions",
         stages.saturating_sub(1),
@@ -78,15 +78,15 @@ pub enum ScheduleFault {
         stages: usize,
         /// The highest microbatch, plus one.
         microbatches: usize,
-        /// The number of actions.
+        /// The number of actions in the rows.
         actions: usize,
     },
 }
 
-/// A place in the rows of a schedule.
+/// The position of an action in the rows of a schedule.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct RowPlace {
-    /// The rank.
+    /// The rank that has the action in its row.
     pub rank: usize,
     /// The index in the rank's row.
     pub place: usize,
@@ -95,7 +95,7 @@ pub struct RowPlace {
 /// An action, and its index in its rank's row.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PlacedAction {
-    /// The action.
+    /// The action at `place`.
     pub action: Action,
     /// The index in the row.
     pub place: usize,
@@ -109,14 +109,14 @@ fn place_text(RowPlace { rank, place }: &RowPlace) -> String {
     format!("rank {rank}, place {place}")
 }
 
-/// Properties of a valid schedule, computed from its rows.
+/// Properties of a complete schedule, computed from its rows.
 pub(super) struct CompleteSchedule {
     pub(super) microbatches: usize,
     pub(super) rank_of_stage: Vec<usize>,
     pub(super) has_backward: bool,
 }
 
-/// Checks that each overlapped pair has a forward and a backward pass next to each other, and that
+/// Checks that each overlapped pair consists of neighbouring forward and backward passes, and that
 /// pairs share no action.
 pub(super) fn check_overlaps(
     name: &str,
@@ -160,8 +160,8 @@ pub(super) fn check_overlaps(
     }
 }
 
-/// Checks that each action appears once and each stage is on one rank. Returns the properties of
-/// the rows.
+/// Checks that each action appears once and each stage is on one rank. Returns properties of the
+/// schedule.
 pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<CompleteSchedule, ScheduleError> {
     if rows.iter().all(Vec::is_empty) {
         return Err(ScheduleError::Empty {
@@ -191,7 +191,7 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<CompleteSchedule
     })
 }
 
-/// Returns the error with the first of these problems.
+/// Returns the error that lists the first of these problems and counts the others.
 fn refused(schedule: &str, problems: &[impl ToString]) -> ScheduleError {
     let named: Vec<String> = problems
         .iter()
@@ -212,7 +212,8 @@ fn has_backward(rows: &[Vec<Action>]) -> bool {
         .any(|action| action.kind != ActionKind::Forward)
 }
 
-/// Returns the first place of an action. It is a linear search, for errors only.
+/// Returns the position of an action's first occurrence. Searches linearly, so it is for errors
+/// only.
 pub(super) fn place(rows: &[Vec<Action>], action: Action) -> Option<RowPlace> {
     let position = |row: &Vec<Action>| row.iter().position(|other| *other == action);
     rows.iter().enumerate().find_map(|(rank, row)| {
@@ -228,22 +229,23 @@ const KINDS: [ActionKind; 4] = [
     ActionKind::Backward,
 ];
 
-/// No place in a row.
+/// Marks an action that is not in the rows.
 const NONE: u32 = u32::MAX;
 
-/// The first place of each action.
+/// The position of the first occurrence of each action.
 pub(crate) struct ActionPlaces {
     stages: usize,
     microbatches: usize,
-    /// The first rank, in order of ranks, that has the stage.
+    /// The lowest rank that has each stage.
     rank_of_stage: Vec<Option<usize>>,
-    /// The first places in the rows of the stages' ranks, indexed by stage, microbatch and kind.
+    /// Indices of first occurrences in the rows of the stages' ranks, indexed by stage, microbatch
+    /// and kind.
     first: Vec<u32>,
 }
 
 impl ActionPlaces {
-    /// Looks for the actions in `rows`. Fails if stage and microbatch numbers are far too large for
-    /// the number of actions.
+    /// Finds the first occurrences of all actions in `rows`. Fails if stage and microbatch numbers
+    /// are far too large for the number of actions.
     pub(crate) fn new(rows: &[Vec<Action>]) -> Result<Self, ScheduleFault> {
         let actions = || rows.iter().flatten();
         let stages = actions()
@@ -295,8 +297,8 @@ impl ActionPlaces {
         (action.stage * self.microbatches + action.microbatch) * KINDS.len() + kind
     }
 
-    /// Returns the place of the first occurrence of an action; `None` if there is none on the
-    /// rank of its stage.
+    /// Returns the position of an action's first occurrence. `None` if the rank of its stage does
+    /// not have the action.
     pub(crate) fn of(&self, action: Action) -> Option<RowPlace> {
         let place = self.first[self.at(action)];
         self.rank_of_stage[action.stage]
@@ -307,9 +309,9 @@ impl ActionPlaces {
             })
     }
 
-    /// Returns a fault for every action that is missing, or appears twice. Does the same for
-    /// actions on another rank than their stage, and for those before an action of their rank that
-    /// they need.
+    /// Returns a fault for every action that is missing, repeated, or on another rank than its
+    /// stage. Also returns one for every action that comes before an action of the same rank that
+    /// it needs.
     pub(crate) fn faults(&self, rows: &[Vec<Action>]) -> Vec<ScheduleFault> {
         let mut faults = Vec::new();
         for (rank, row) in rows.iter().enumerate() {

@@ -13,16 +13,16 @@ pub use error::ScheduleError;
 pub(crate) use faults::ActionPlaces;
 pub use faults::{PlacedAction, RowPlace, ScheduleFault};
 
-/// The computation of an action for its stage and microbatch.
+/// The kind of computation that an action performs for its stage and microbatch.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum ActionKind {
-    /// The outputs, and the residuals for the backward passes.
+    /// The forward pass: computes the outputs, and the residuals for the backward passes.
     Forward,
-    /// The gradient of the inputs.
+    /// The input gradient: computes the gradient of the stage's inputs.
     BackwardInput,
-    /// The gradient of the parameters, added to the sum so far.
+    /// The weight gradient: computes the gradient of the parameters and adds it to the sum so far.
     BackwardWeight,
-    /// Both gradients, one after the other.
+    /// The whole backward pass: the input gradient, then the weight gradient.
     Backward,
 }
 
@@ -58,11 +58,12 @@ impl fmt::Display for Action {
     }
 }
 
-/// The placement of stages on ranks.
+/// The way in which stages are placed on ranks.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum StagePlacement {
-    /// Stage `s` is on rank `s mod p` of `p` ranks: several stages per rank go round.
+    /// Stage `s` is on rank `s mod p` of `p` ranks. With several stages per rank, stages go round
+    /// the ranks.
     Loop,
     /// Two stages per rank, in the form of a V: rank `r` of `p` has stages `r` and `2p - 1 - r`.
     V,
@@ -83,15 +84,15 @@ impl StagePlacement {
 
 /// The order of actions on each rank, and the rank of each stage.
 ///
-/// Ranks are those of the pipeline. The mesh maps them to processes and devices.
+/// A rank is a position in the pipeline. The mesh maps ranks to processes and devices.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Schedule {
     name: String,
     microbatches: usize,
     rank_of_stage: Arc<Vec<usize>>,
-    /// Shared, so that clones and comparisons are cheap.
+    /// The actions of each rank in order. Shared, so that clones and comparisons are cheap.
     rows: Arc<Vec<Vec<Action>>>,
-    /// For each rank, the positions of the first halves of overlapped pairs, ascending.
+    /// For each rank, the positions in its row at which overlapped pairs begin, ascending.
     overlaps: Arc<Vec<Vec<usize>>>,
     has_backward: bool,
 }
@@ -105,20 +106,21 @@ impl Schedule {
     ///
     /// # Errors
     ///
-    /// If an action is missing or appears twice, if a stage is on two ranks, or if the orders
-    /// cannot proceed.
+    /// If an action is missing or appears twice, or if a stage is on two ranks. Also if the ranks
+    /// wait for each other in a cycle.
     pub fn new(name: impl Into<String>, rows: Vec<Vec<Action>>) -> Result<Self, ScheduleError> {
         let overlaps = vec![Vec::new(); rows.len()];
         Self::with_overlaps(name, rows, overlaps)
     }
 
-    /// Like [`Schedule::new`], with overlapped pairs: two neighbouring actions that a rank computes
-    /// at the same time if it can. `overlaps` has the positions of their first halves for each
-    /// rank, ascending. A runtime without overlap computes them one after the other.
+    /// Creates a schedule like [`Schedule::new`], with overlapped pairs: two neighbouring actions
+    /// that a rank computes at the same time if it can. `overlaps` has, for each rank, the
+    /// positions at which pairs begin, ascending. A runtime without overlap computes the two
+    /// actions one after the other.
     ///
     /// # Errors
     ///
-    /// As for [`Schedule::new`], and:
+    /// The errors of [`Schedule::new`], and:
     ///
     /// - if a pair is not a forward and a backward pass next to each other in the row;
     /// - if two pairs share an action;
@@ -150,14 +152,13 @@ impl Schedule {
         Ok(schedule)
     }
 
-    /// Creates the built-in schedule of this name: see [`Builtin::named`]. Case, `-`, `_` and
+    /// Creates the built-in schedule with this name; see [`Builtin::named`]. Case, `-`, `_` and
     /// spaces in the name do not matter. `chunks` is the number of stages on each rank; `None`
     /// means [`Builtin::default_chunks`].
     ///
     /// # Errors
     ///
-    /// If there is no such schedule, or it does not exist for these numbers: see
-    /// [`Builtin::schedule`].
+    /// If there is no such schedule, or it does not allow these numbers; see [`Builtin::schedule`].
     pub fn named(
         name: &str,
         ranks: usize,
@@ -186,9 +187,9 @@ impl Schedule {
         Builtin::GPipe.schedule(ranks, microbatches, 1)
     }
 
-    /// Creates a 1F1B schedule. Rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes,
-    /// then alternates forward and backward, then drains. Fewer microbatches than ranks are
-    /// allowed.
+    /// Creates a 1F1B schedule for `m` microbatches. Rank `r` of `p` warms up with
+    /// `min(m, p - 1 - r)` forward passes. Then it alternates forward and backward passes, and ends
+    /// with the remaining backward passes. Fewer microbatches than ranks are allowed.
     ///
     /// # Errors
     ///
@@ -253,8 +254,8 @@ impl Schedule {
         }
     }
 
-    /// Returns true if there are backward passes. Either all stages have them, or none, as for
-    /// inference.
+    /// Returns true if the schedule has backward passes. Either all stages have them or, for
+    /// inference, none.
     pub fn has_backward(&self) -> bool {
         self.has_backward
     }
@@ -264,8 +265,8 @@ impl Schedule {
         &self.rows
     }
 
-    /// Returns the positions in a rank's row at which an overlapped pair begins, ascending. The
-    /// action there and the next one are `(a;b)OVERLAP_F_B` in torch's text.
+    /// Returns the positions in a rank's row at which overlapped pairs begin, ascending. In torch's
+    /// text, the action at such a position and the next one are `(a;b)OVERLAP_F_B`.
     ///
     /// # Panics
     ///
@@ -289,7 +290,7 @@ impl Schedule {
     }
 
     /// Returns (action, partner) for a rank's actions, in order. The partner is the second action
-    /// of an overlapped pair; it does not come again.
+    /// of an overlapped pair, which is not listed again.
     pub(super) fn paired(&self, rank: usize) -> impl Iterator<Item = (Action, Option<Action>)> {
         let mut row = self.rows[rank].iter().copied().enumerate();
         let mut pairs = self.overlaps[rank].iter().copied().peekable();
@@ -304,7 +305,7 @@ impl Schedule {
         })
     }
 
-    /// Returns the actions that an action needs. `I` stands for the input gradient, even if a `B`
+    /// Returns the actions that an action needs. An input gradient is given as `I`, even if a `B`
     /// computes it.
     pub(super) fn needs(&self, action: Action) -> impl Iterator<Item = Action> + use<> {
         let Action {

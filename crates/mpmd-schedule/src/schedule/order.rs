@@ -8,11 +8,11 @@ use super::faults::{RowPlace, place};
 use super::{Action, ActionKind, Schedule};
 
 impl Schedule {
-    /// Returns all actions in one order that keeps each rank's order. Each action comes after the
-    /// actions that it needs.
+    /// Returns all actions of the schedule in one sequence that keeps each rank's order. Each
+    /// action comes after the actions that it needs.
     ///
-    /// Among the possible orders, this one lets ranks take turns as with actions of equal length. A
-    /// program that issues in this order lets no rank run dry.
+    /// Among the possible orders, this is the one in which ranks take turns as if all actions were
+    /// equally long. If a program issues actions in this order, no rank runs out of work early.
     ///
     /// # Errors
     ///
@@ -30,8 +30,8 @@ impl Schedule {
         Ok(())
     }
 
-    /// Returns all actions, in the order of rounds. In each round, each rank does its next action
-    /// if its needs were done in an earlier round. If `together`, an overlapped pair counts as one
+    /// Returns all actions in rounds. In each round, each rank runs its next action if the actions
+    /// that it needs were done in earlier rounds. If `together`, an overlapped pair counts as one
     /// action.
     fn rounds(&self, together: bool) -> Result<Vec<Action>, ScheduleError> {
         let total = self.rows.iter().map(Vec::len).sum();
@@ -83,8 +83,8 @@ impl Schedule {
         Ok(order)
     }
 
-    /// Returns the actions of a rank from index `next` that are done together. It is one action, an
-    /// overlapped pair if `pair` is its number, or none at the row's end.
+    /// Returns the actions that a rank runs together from index `next` on: one action, or two if an
+    /// overlapped pair begins there. Empty at the end of the row.
     fn head(&self, rank: usize, next: usize, pair: Option<usize>) -> &[Action] {
         let is_pair = pair.is_some_and(|pair| self.overlaps[rank].get(pair) == Some(&next));
         let row = &self.rows[rank];
@@ -136,7 +136,7 @@ impl Schedule {
         }
     }
 
-    /// Returns a shortest cycle through rank `start`. `None` if there is no cycle.
+    /// Returns a shortest cycle of waiting ranks through rank `start`, or `None` if there is none.
     fn circle(&self, start: usize, waits: &[Vec<Action>]) -> Option<Vec<RankWait>> {
         let mut from: Vec<Option<RankWait>> = vec![None; waits.len()];
         let mut queue = VecDeque::from([start]);
@@ -169,8 +169,8 @@ impl Schedule {
         None
     }
 
-    /// Returns the action of the schedule that computes a needed result: `need`, or the `B` that
-    /// contains this input gradient.
+    /// Returns the action of the schedule that computes the result of `need`: `need` itself, or the
+    /// `B` that contains this input gradient.
     fn made_by(&self, need: Action) -> Action {
         let both = Action {
             kind: ActionKind::Backward,
@@ -194,7 +194,8 @@ struct RankWait {
 /// The passes done for each stage and microbatch.
 struct Done {
     microbatches: usize,
-    /// Bit 0: the forward pass. Bit 1: the input gradient.
+    /// Bits for each stage and microbatch: bit 0 for the forward pass, bit 1 for the input
+    /// gradient.
     passes: Vec<u8>,
 }
 

@@ -3,8 +3,8 @@
 use super::shop::{OrderPlace, Shop, TimedOrder};
 
 impl Shop<'_> {
-    /// Improves an order by up to `tries` swaps on its critical path. Early in the search it also
-    /// accepts swaps that make the order longer.
+    /// Improves an order by up to `tries` random swaps on its critical path. Early in the search it
+    /// also accepts swaps that make the order longer.
     pub(super) fn anneal(
         &self,
         start: TimedOrder,
@@ -62,8 +62,8 @@ impl Shop<'_> {
         best
     }
 
-    /// Moves the action at index `place` of a row by up to `far` places, towards the end if
-    /// `later`. Returns `None` if it cannot move.
+    /// Moves the action at index `place` of a row by up to `far` positions, towards the end if
+    /// `later`. Returns `None` if the action cannot move.
     fn shift(&self, row: &mut [u32], place: usize, far: usize, later: bool) -> Option<ActionShift> {
         let mut at = place;
         for _ in 0..far {
@@ -96,7 +96,7 @@ struct ActionShift {
 }
 
 impl ActionShift {
-    /// Moves the action back.
+    /// Moves the action back to its old position in the row.
     fn undo(self, row: &mut [u32]) {
         let Self { from, to } = self;
         if from < to {
@@ -107,7 +107,7 @@ impl ActionShift {
     }
 }
 
-/// An xorshift* generator: the same random numbers on every machine.
+/// An xorshift* generator of random numbers. Its numbers are the same on every machine.
 pub(super) struct Random(pub(super) u64);
 
 impl Random {
@@ -123,7 +123,7 @@ impl Random {
     }
 
     /// Returns true with a probability of about e^`exponent`; `exponent` is at most 0. Uses only
-    /// the four basic operations, which give the same bits on every machine.
+    /// addition, subtraction, multiplication and division, so that all machines get the same bits.
     fn chance(&mut self, exponent: f64) -> bool {
         let even = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
         even * (1.0 - exponent + 0.5 * exponent * exponent) < 1.0

@@ -5,22 +5,22 @@ use crate::check::Budget;
 use crate::costs::Costs;
 use crate::schedule::{Builtin, Schedule, ScheduleError};
 
-/// True if a name requests the search for the best order.
+/// True if `name` is the name of the search by cost instead of a built-in schedule's.
 pub fn is_by_cost(name: &str) -> bool {
     name.eq_ignore_ascii_case("bycost") || name.eq_ignore_ascii_case("by-cost")
 }
 
-/// Searches for the order with the shortest step for the costs, within the budget per rank. Without
-/// `costs`, each pass costs one.
+/// Searches for the order with the shortest step at these costs, within the memory budget of each
+/// rank. If `costs` is `None`, each pass costs one unit.
 ///
 /// The stages are placed on the ranks as in the built-in schedules with `chunks` stages per rank.
-/// If these schedules differ in placement, each placement is tried, and the shortest result is
+/// If these schedules differ in placement, every placement is tried and the shortest order is
 /// returned.
 ///
 /// # Errors
 ///
-/// If no built-in schedule has these numbers, if `costs` has another number of stages, or if no
-/// order is found.
+/// If no built-in schedule exists for these numbers, if `costs` has another number of stages, or if
+/// no order is found.
 pub fn by_cost(
     ranks: usize,
     microbatches: usize,

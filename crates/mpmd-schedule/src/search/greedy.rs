@@ -2,16 +2,16 @@
 
 use super::shop::{ActionParts, FORWARD, INPUT, MemoryChange, OrderRows, Shop, WEIGHT};
 
-/// The rules of a greedy order.
+/// Parameters of a greedy order.
 #[derive(Clone, Copy)]
 pub(super) struct Rules {
-    /// A fraction of a weight gradient's cost. The gradient runs now if nothing else can begin
-    /// before that time has passed.
+    /// Limit for filling a pause with a weight gradient: the pause must be at least this fraction
+    /// of the weight gradient's cost.
     fits: f64,
-    /// True if an input gradient goes before a forward pass that can begin at the same time.
+    /// True if an input gradient is preferred to a forward pass that can begin at the same time.
     inputs_first: bool,
-    /// The number of forward passes that a stage may run ahead of its input gradients, beyond
-    /// 1F1B's number.
+    /// Number of forward passes that a stage may run ahead of its input gradients, in addition to
+    /// the number of 1F1B.
     ahead: usize,
 }
 
@@ -33,8 +33,8 @@ impl Rules {
 }
 
 impl Shop<'_> {
-    /// Builds a greedy order: each step adds the action that can begin first on any rank. Returns
-    /// `None` if no rank can proceed within the budget.
+    /// Builds a greedy order: repeatedly appends the action that can begin first on any rank.
+    /// Returns `None` if no rank can proceed within the budget.
     pub(super) fn greedy(&self, rules: Rules) -> Option<OrderRows> {
         let stages = self.placement.len();
         let mut rows: OrderRows = vec![Vec::new(); self.ranks];
@@ -81,7 +81,7 @@ impl Shop<'_> {
         Some(rows)
     }
 
-    /// Returns the action that a rank does next. `None` if none can begin.
+    /// Returns the next action of a rank, or `None` if no action can begin.
     fn choose(&self, rules: Rules, at: &Greedy<'_>) -> Option<NextAction> {
         // A pass that is not a weight gradient, and whether its kind comes last by the rules.
         let mut other: Option<(NextAction, bool)> = None;
@@ -142,8 +142,8 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns true if a stage may begin one more forward pass. The rules limit by how many its
-    /// forward passes are ahead of its backward passes. Memory must also remain for one microbatch
+    /// Returns true if a stage may begin one more forward pass. `rules` limits how far its forward
+    /// passes run ahead of its backward passes. Enough memory must also remain for one microbatch
     /// in each later stage of the rank; otherwise no memory would ever be freed.
     fn may_begin(&self, rules: Rules, at: &Greedy<'_>, stage: usize) -> bool {
         let [forward, input, _] = at.next[stage];
@@ -169,15 +169,15 @@ impl Shop<'_> {
     }
 }
 
-/// An action that a rank can do next.
+/// An action that a rank can run next.
 #[derive(Clone, Copy)]
 struct NextAction {
-    /// The time at which it starts.
+    /// Earliest start time of the action.
     start: f64,
     id: u32,
 }
 
-/// The progress of a rank while an order is built.
+/// The state of one rank while an order is built.
 struct Greedy<'a> {
     stages: &'a [usize],
     ends: &'a [f64],

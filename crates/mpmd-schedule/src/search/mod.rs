@@ -28,12 +28,13 @@ use super::schedule::{Schedule, ScheduleError};
 /// Budget and effort of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchOptions {
-    /// The maximum that a rank may hold at a time, over all its stages; `None` means no limit.
+    /// Limit of the memory that a rank may hold at a time, over all its stages; `None` means no
+    /// limit.
     pub budget: Option<Budget>,
-    /// The total number of changed orders to try, each in time proportional to its actions. Very
-    /// large orders get fewer tries.
+    /// Total number of changed orders to try. Each try takes time proportional to the number of
+    /// actions. Very large orders get fewer tries.
     pub tries: usize,
-    /// The seed of the random choices.
+    /// Seed of the random choices.
     pub seed: u64,
 }
 
@@ -50,29 +51,30 @@ impl Default for SearchOptions {
 /// The result of [`search`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchResult {
-    /// The found order, with the name `by cost`.
+    /// The best order found, named `by cost`.
     pub schedule: Schedule,
-    /// The makespan of `schedule`, in the unit of the costs. Transfers delay only the passes that
-    /// wait for them.
+    /// The makespan of `schedule`, in the unit of the costs. A transfer delays only the passes that
+    /// wait for it.
     pub makespan: f64,
-    /// (name, makespan) of each fixed schedule, in the order given. The makespan is `None` if the
-    /// schedule exceeds the budget.
+    /// (name, makespan) of each schedule in `fixed`, in the order given. The makespan is `None` if
+    /// the schedule deadlocks or exceeds the budget.
     pub fixed: Vec<(String, Option<f64>)>,
 }
 
-/// Limit of the work of a search: the number of actions placed, over all tried orders.
+/// Limit of the work of a search: the number of actions in all tried orders together.
 const MOST_WORK: usize = 400_000_000;
 
-/// Searches an order of forward passes, input gradients and weight gradients with a short makespan.
+/// Searches for an order of forward passes, input gradients and weight gradients with a short
+/// makespan.
 ///
-/// `fixed` are schedules with the same ranks and microbatches, which also give the rank of each
-/// stage. At least one is needed. The result is never worse than any of them that is within the
-/// budget and advances microbatches in ascending order.
+/// `fixed` are schedules with the same numbers of ranks and microbatches; there must be at least
+/// one. They also give the rank of each stage. The result is never worse than a schedule of `fixed`
+/// that is within the budget and runs microbatches in ascending order.
 ///
 /// # Errors
 ///
 /// - If `fixed` is empty or its placements differ.
-/// - If costs are for another number of stages, negative or not finite.
+/// - If costs are for another number of stages, are negative, or are not finite.
 /// - If the budget is in bytes and the costs have none.
 /// - If no order was found within the budget.
 pub fn search(
@@ -101,7 +103,7 @@ pub fn search(
         }));
     }
 
-    /// The number of starting orders that are improved.
+    /// Number of starting orders that the search improves.
     const IMPROVED: usize = 3;
     let chosen = starts.len().min(IMPROVED);
     // Limits the tries so that large orders also end in seconds.
@@ -189,7 +191,7 @@ fn check_inputs<'s>(
     Ok(first)
 }
 
-/// The orders of given schedules.
+/// The orders of the schedules that the caller gave.
 struct FixedOrders {
     /// Name and makespan of each schedule; `None` for one that deadlocks or exceeds the budget.
     makespans: Vec<(String, Option<f64>)>,
@@ -216,7 +218,8 @@ fn fixed_orders(shop: &Shop<'_>, fixed: &[Schedule]) -> FixedOrders {
     FixedOrders { makespans, orders }
 }
 
-/// Adds greedy orders to those of given schedules. Returns the distinct orders, the shortest first.
+/// Adds greedy orders to the orders of the given schedules. Returns the distinct ones, the shortest
+/// first.
 fn starting_orders(shop: &Shop<'_>, fixed: Vec<TimedOrder>) -> Vec<TimedOrder> {
     let mut starts = fixed;
     // Each takes time in proportion to ranks times actions.

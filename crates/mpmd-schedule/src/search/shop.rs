@@ -5,12 +5,12 @@ use crate::check::Budget;
 use crate::costs::{Costs, StageCosts};
 use crate::schedule::{Action, ActionKind, Schedule};
 
-/// Kinds of actions: the number of an action modulo 3.
+/// The kinds of actions: the remainder of an action's number modulo 3.
 pub(super) const FORWARD: u32 = 0;
 pub(super) const INPUT: u32 = 1;
 pub(super) const WEIGHT: u32 = 2;
 
-/// For each rank, the numbers of its actions, in order. `Shop::id` defines the numbers.
+/// For each rank, the numbers of its actions in order, as given by [`Shop::id`].
 pub(super) type OrderRows = Vec<Vec<u32>>;
 
 /// The scheduling problem: actions, costs and budget.
@@ -26,15 +26,15 @@ pub(super) struct Shop<'a> {
 /// The simulated times of an order.
 pub(super) struct OrderRun {
     pub(super) makespan: f64,
-    /// The first ones of neighbours in a rank's row that follow each other without pause on the
-    /// critical path.
+    /// Positions of actions on the critical path that the next action in the row follows without a
+    /// pause.
     pub(super) critical: Vec<OrderPlace>,
 }
 
 /// The parts of an action's id.
 pub(super) struct ActionParts {
     pub(super) stage: usize,
-    /// `FORWARD`, `INPUT` or `WEIGHT`.
+    /// The kind of the action: `FORWARD`, `INPUT` or `WEIGHT`.
     pub(super) kind: u32,
     pub(super) microbatch: usize,
 }
@@ -42,24 +42,24 @@ pub(super) struct ActionParts {
 /// An action of another stage that an action needs.
 pub(super) struct StageNeed {
     pub(super) id: u32,
-    /// The transfer time of its result. 0 on the same rank.
+    /// Transfer time of the needed result; 0 if it stays on the rank.
     pub(super) way: f64,
 }
 
-/// The memory that an action takes at its start and frees at its end.
+/// The memory that an action allocates at its start and frees at its end.
 pub(super) struct MemoryChange {
     pub(super) takes: u64,
     pub(super) frees: u64,
 }
 
-/// The place of an action in the orders of all ranks.
+/// The position of an action: its rank, and its index in the rank's row.
 #[derive(Clone, Copy)]
 pub(super) struct OrderPlace {
     pub(super) rank: usize,
     pub(super) place: usize,
 }
 
-/// The orders of all ranks, and the time that they take.
+/// The order of actions on each rank, and its makespan.
 #[derive(Clone)]
 pub(super) struct TimedOrder {
     pub(super) makespan: f64,
@@ -162,7 +162,7 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns the action of another stage that needs `id`, or `None`.
+    /// Returns the action of another stage that needs the result of `id`, or `None`.
     pub(super) fn needed_by(&self, id: u32) -> Option<u32> {
         let ActionParts {
             stage,
@@ -178,8 +178,8 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns the memory that an action takes and frees: bytes if the budget is in bytes, else
-    /// activations.
+    /// Returns the memory that an action allocates and frees: in bytes if the budget is in bytes,
+    /// else in activations.
     pub(super) fn memory(&self, id: u32) -> MemoryChange {
         let ActionParts { stage, kind, .. } = self.parts(id);
         let StageCosts {
@@ -206,7 +206,7 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns true if a rank that runs these actions in order stays within the budget.
+    /// Returns true if a rank that runs the actions of `row` in order stays within the budget.
     pub(super) fn holds(&self, row: &[u32]) -> bool {
         let limit = self.limit();
         let mut held = 0;
@@ -219,7 +219,7 @@ impl Shop<'_> {
         })
     }
 
-    /// Returns true if microbatches come in ascending order within each stage and kind of action.
+    /// Returns true if, for each stage and kind of action, the microbatches are in ascending order.
     pub(super) fn ascends(&self, rows: &OrderRows) -> bool {
         rows.iter().all(|row| {
             let mut next = vec![0; 3 * self.placement.len()];
@@ -237,8 +237,7 @@ impl Shop<'_> {
     }
 
     /// Returns true if two neighbours of a row may be swapped. They may not if they have the same
-    /// stage and kind, or the same stage and microbatch. They also may not if the second needs the
-    /// first.
+    /// stage and kind, if they have the same stage and microbatch, or if `second` needs `first`.
     pub(super) fn may_swap(&self, first: u32, second: u32) -> bool {
         let one = self.parts(first);
         let other = self.parts(second);
@@ -248,7 +247,7 @@ impl Shop<'_> {
         !same_queue && !of_one && self.need(second).is_none_or(|need| need.id != first)
     }
 
-    /// Simulates the orders, with each action as early as possible. Returns `None` if the ranks
+    /// Simulates the order, starting each action as early as possible. Returns `None` if the ranks
     /// wait for each other in a cycle.
     pub(super) fn run(&self, rows: &OrderRows) -> Option<OrderRun> {
         let total: usize = rows.iter().map(Vec::len).sum();
@@ -294,8 +293,8 @@ impl Shop<'_> {
         })
     }
 
-    /// Follows the critical path back from the last action of rank `last`. Returns the pairs of
-    /// [`OrderRun::critical`], the latest first.
+    /// Follows the critical path back from the last action of rank `last`. Returns the positions
+    /// for [`OrderRun::critical`], the latest first.
     pub(super) fn critical(&self, rows: &OrderRows, ends: &[f64], last: usize) -> Vec<OrderPlace> {
         let mut places = vec![0u32; ends.len()];
         for row in rows {

@@ -20,13 +20,13 @@ pub use schedule::{SimulateError, SimulatedSchedule, simulate_lowered, simulate_
 use super::check::{Causes, Channel, Deadlock, FlowEngine, ReadyItem, verdict};
 use super::flow::Flow;
 
-/// Durations of nodes and transfers, indexed by their numbers, in any common unit; finite and not
-/// negative.
+/// The durations of nodes and transfers of a [`Flow`], indexed by their numbers. They are in any
+/// one unit, finite and not negative.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ItemTimes {
-    /// Compute time of each node.
+    /// Duration of each node's computation.
     pub nodes: Vec<f64>,
-    /// Time to carry each transfer from one process to the other.
+    /// Duration of each transfer from the sending to the receiving process.
     pub transfers: Vec<f64>,
 }
 
@@ -39,10 +39,10 @@ pub struct TimeSpan {
     pub end: f64,
 }
 
-/// The times of a simulated flow, in the unit of [`ItemTimes`]. They begin at 0.
+/// The result of simulating a flow. All times are in the unit of [`ItemTimes`] and begin at 0.
 #[derive(Clone, Debug)]
 pub struct Simulated {
-    /// The simulated channel.
+    /// The channel over which the flow was simulated.
     pub channel: Channel,
     /// The interval of each node, indexed by its number.
     pub nodes: Vec<TimeSpan>,
@@ -55,7 +55,7 @@ pub struct Simulated {
     causes: Causes,
 }
 
-/// The use of a lane's time, in the unit of [`ItemTimes`].
+/// The use of one lane's time, in the unit of [`ItemTimes`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LaneTime {
     /// Start time of the lane's first node; 0 for a lane without nodes.
@@ -81,7 +81,7 @@ impl LaneTime {
 ///
 /// # Panics
 ///
-/// If the numbers of times, nodes and transfers differ, and in the cases of
+/// If `times` has not one duration for each node and transfer, and in the cases of
 /// [`check`](super::check::check).
 pub fn simulate(flow: &Flow, times: &ItemTimes, channel: Channel) -> Result<Simulated, Deadlock> {
     assert_eq!(times.nodes.len(), flow.nodes.len(), "times of nodes");
@@ -177,8 +177,8 @@ impl Simulated {
         self.makespan - busiest
     }
 
-    /// Returns the share of all lanes' time in which they compute nothing, from 0 to 1; 0 if there
-    /// is no time.
+    /// Returns the fraction of time in which lanes compute nothing, from 0 to 1, over all lanes. It
+    /// is 0 if the makespan is 0.
     pub fn bubble_share(&self) -> f64 {
         let busy: f64 = self.lanes.iter().map(|lane| lane.busy).sum();
         let whole = self.makespan * self.lanes.len() as f64;
@@ -186,8 +186,8 @@ impl Simulated {
     }
 }
 
-/// Simulates a flow over each channel. Returns (channel, makespan) for each, or the deadlock in
-/// place of the makespan.
+/// Simulates a flow over each channel. Returns (channel, makespan) for each, or the deadlock
+/// instead of the makespan.
 pub fn channel_costs(flow: &Flow, times: &ItemTimes) -> Vec<(Channel, Result<f64, Deadlock>)> {
     Channel::ALL
         .map(|channel| {
@@ -199,7 +199,7 @@ pub fn channel_costs(flow: &Flow, times: &ItemTimes) -> Vec<(Channel, Result<f64
         .into()
 }
 
-/// A time with a total order.
+/// A time with a total order, for priority queues.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Moment(f64);
 

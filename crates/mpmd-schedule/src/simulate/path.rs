@@ -13,17 +13,17 @@ pub struct LanePause {
     pub start: f64,
     /// End time, in the unit of the simulated times.
     pub end: f64,
-    /// The number of the node that begins at the end of the pause. `None` after the lane's last
-    /// node.
+    /// The number of the node that begins at the end of the pause. `None` for the pause after the
+    /// lane's last node.
     pub node: Option<u32>,
     /// The last item that the node waited for: a node, or a transfer that it
-    /// [receives](Item::Receive). `None` after the lane's last node.
+    /// [receives](Item::Receive). `None` for the pause after the lane's last node.
     pub waits_for: Option<Item>,
 }
 
 impl Simulated {
-    /// Returns the pauses of each lane between 0 and the makespan, in order. `flow` is the
-    /// simulated flow.
+    /// Returns the pauses of each lane between 0 and the makespan, in order. `flow` must be the
+    /// flow that was simulated.
     pub fn pauses(&self, flow: &Flow) -> Vec<Vec<LanePause>> {
         let mut until = vec![0.0; flow.lanes.len()];
         let mut pauses: Vec<Vec<LanePause>> = vec![Vec::new(); flow.lanes.len()];

@@ -10,10 +10,10 @@ use crate::{ActionKind, Costs, Lowered, Schedule, StepKind};
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SimulateError {
-    /// The schedule is not a valid flow.
+    /// The rows of the schedule do not give a valid flow.
     #[error(transparent)]
     Flow(#[from] FlowError),
-    /// The costs are for another number of stages.
+    /// The costs are for another number of stages than the schedule has.
     #[error("the costs are of {found} stages, the schedule has {expected}")]
     Stages {
         /// Number of stages of the schedule.
@@ -24,7 +24,7 @@ pub enum SimulateError {
     /// A cost is negative, infinite or not a number.
     #[error("the cost {cost} of stage {stage} is not a finite, non-negative time")]
     Cost {
-        /// The stage, from 0.
+        /// The stage with the invalid cost, from 0.
         stage: usize,
         /// The invalid cost.
         cost: f64,
@@ -51,20 +51,21 @@ pub struct SimulatedSchedule {
     pub names: StepNames,
     /// The durations of the flow's nodes and transfers.
     pub times: ItemTimes,
-    /// The simulated times.
+    /// The times that the simulation gives.
     pub simulated: Simulated,
     /// For each rank, the memory that it keeps between forward and backward passes. Each point
     /// holds until the next.
     pub memory: Vec<Vec<MemoryPoint>>,
-    /// True if `memory` is in bytes. False if it counts activations: forward passes that wait for
-    /// the end of their weight gradient.
+    /// True if `memory` is in bytes. False if it counts activations: forward passes whose weight
+    /// gradient has not ended.
     pub memory_is_bytes: bool,
 }
 
 /// Simulates a schedule with its transfers in the order of [`lower()`](crate::lower()).
 ///
-/// A `B` takes the time of an `I`, then that of a `W`. `leaves` says when a rank can send its
-/// results. Transfers take the costs of sending, or no time if the costs have none. Does no I/O.
+/// A `B` takes the time of an `I`, then that of a `W`. `leaves` defines the moment at which a rank
+/// can send its results. A transfer takes the time for sending in `costs`; by default none. Does no
+/// I/O.
 ///
 /// # Errors
 ///
@@ -80,11 +81,11 @@ pub fn simulate_schedule(
     simulate_lowered(&rows, costs, leaves, channel)
 }
 
-/// Like [`simulate_schedule`], for rows that contain their own sends and receives.
+/// Simulates rows that contain their own sends and receives, otherwise like [`simulate_schedule`].
 ///
 /// # Errors
 ///
-/// As for [`simulate_schedule`], and if the steps are not a valid flow.
+/// The errors of [`simulate_schedule`], and an error if the steps are not a valid flow.
 pub fn simulate_lowered(
     rows: &Lowered,
     costs: &Costs,
@@ -142,7 +143,7 @@ pub fn simulate_lowered(
 
 impl SimulatedSchedule {
     /// Simulates the same schedule over each channel. Returns (channel, makespan) for each, or the
-    /// deadlock in place of the makespan.
+    /// deadlock instead of the makespan.
     pub fn channel_costs(&self) -> Vec<(Channel, Result<f64, Deadlock>)> {
         channel_costs(&self.flow, &self.times)
     }

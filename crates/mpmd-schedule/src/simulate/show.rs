@@ -7,8 +7,8 @@ use crate::timeline::{Bar, Timeline, TimelineGap, TimelineRow};
 
 impl Simulated {
     /// Converts the simulation to a timeline with bars, transfers and gaps, one row for each lane.
-    /// The memory curves stay empty: a flow does not contain memory. `unit` is the unit of the
-    /// times: `s` or `unit`.
+    /// The memory curves stay empty, because a flow has no data on memory. `unit` is the unit of
+    /// the times: `s` or `unit`.
     pub fn timeline(&self, flow: &Flow, names: &dyn Names, title: &str, unit: &str) -> Timeline {
         let mut rows: Vec<TimelineRow> = flow
             .lanes

@@ -13,7 +13,7 @@ pub use parse::{CellFault, CellProblem, TextError};
 use super::schedule::{Action, Schedule, ScheduleError};
 use super::step::{Step, StepKind};
 
-/// The text of a schedule: the cells of each rank, in order.
+/// A schedule in torch's text format: the cells of each rank, in order.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ScheduleText {
     /// The dialect, which limits the kinds of cells.
@@ -22,11 +22,11 @@ pub struct ScheduleText {
     pub rows: Vec<Vec<Cell>>,
 }
 
-/// The dialect of a text. Torch must be told the dialect when it loads a text.
+/// The dialect of torch's text format. Torch must be told the dialect when it loads a text.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Dialect {
     /// Computations only; the transfers follow from them. Empty cells are allowed and have no
-    /// effect: they only align the ranks on paper.
+    /// effect: they only align the rows for readers.
     ComputeOnly,
     /// Computations, sends, receives, and gathers and releases of weights. No cell is empty.
     ComputeComms,
@@ -35,12 +35,12 @@ pub enum Dialect {
 /// One cell of a text.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Cell {
-    /// No operation.
+    /// The cell is empty: the rank does nothing.
     Empty,
     /// One computation, transfer or operation on weights.
     One(Entry),
-    /// (first, second): a forward and a backward pass, in either order. The rank runs them at the
-    /// same time if it can.
+    /// An overlapped pair (first, second): a forward and a backward pass, in either order. The rank
+    /// runs them at the same time if it can.
     Overlapped(Action, Action),
 }
 
@@ -53,8 +53,7 @@ pub enum Entry {
     Unshard(u32),
     /// Releases the gathered weights of the stage with this number.
     Reshard(u32),
-    /// Reduces the complete gradients of the weights of the stage with this number to their stored
-    /// shards.
+    /// Reduces the complete weight gradients of the stage with this number to its stored shards.
     ReduceGrad(u32),
 }
 
@@ -102,17 +101,17 @@ impl Cell {
 }
 
 impl ScheduleText {
-    /// Parses a text. With `None`, the dialect is detected: `compute_comms` if the text has a send,
-    /// receive, gather or release, else `compute_only`.
+    /// Parses a schedule in torch's text format. If `flavour` is `None`, the dialect is detected:
+    /// `compute_comms` if the text has a send, receive, gather or release, else `compute_only`.
     ///
     /// Lines end as in Python's `csv` module: with `\r\n`, `\n` or `\r`. Spaces around cells and
-    /// quotes around a whole cell are ignored, as in torch. Everything else outside the format is
-    /// an error. Torch, in contrast, sometimes reads a part of a cell and drops the rest.
+    /// quotes around a whole cell are ignored, as in torch. Any other deviation from the format is
+    /// an error, whereas torch sometimes reads a part of a cell and drops the rest.
     ///
     /// # Errors
     ///
-    /// If there are no lines, or cells are invalid. Lists the first 8 faults with line, column,
-    /// byte offset and problem, and counts the others.
+    /// If there are no lines, or cells are invalid. The error lists the first 8 faults with line,
+    /// column, byte offset and problem, and counts the others.
     pub fn parse(text: &str, flavour: Option<Dialect>) -> Result<Self, TextError> {
         parse::parse(text, flavour)
     }
@@ -137,8 +136,9 @@ impl ScheduleText {
         self.rows.iter().map(one).collect()
     }
 
-    /// Returns a hash of the operations of the ranks and their order: 64-bit FNV-1a over torch's
-    /// form of the text, without empty cells. It is the same on every machine and in every version.
+    /// Returns a hash of the operations of all ranks in order: 64-bit FNV-1a over torch's form of
+    /// the text, without empty cells. It is the same on every machine and in every version of this
+    /// crate.
     pub fn hash(&self) -> u64 {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
         let mut add = |bytes: &[u8]| {
@@ -159,12 +159,12 @@ impl ScheduleText {
         hash
     }
 
-    /// Converts the text to a schedule of its computations, in order. Leaves out transfers and
-    /// operations on weights: the runner makes its own.
+    /// Converts the text to a schedule of its computations, in order. Drops transfers and
+    /// operations on weights, because the runner adds its own.
     ///
     /// # Errors
     ///
-    /// As for [`Schedule::new`].
+    /// The errors of [`Schedule::new`].
     pub fn schedule(&self, name: impl Into<String>) -> Result<Schedule, ScheduleError> {
         let mut rows = Vec::with_capacity(self.rows.len());
         let mut overlaps = Vec::with_capacity(self.rows.len());

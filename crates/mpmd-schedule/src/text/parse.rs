@@ -5,9 +5,9 @@ use std::fmt;
 use super::{Action, Cell, Dialect, Entry, ScheduleText, Step, StepKind};
 use crate::ActionKind;
 
-/// The number of faults that an error lists; further ones are only counted.
+/// Maximum number of faults that an error lists; further ones are only counted.
 const NAMED: usize = 8;
-/// The number of characters of a bad cell that are shown.
+/// Maximum number of characters of a bad cell that a message shows.
 const SHOWN: usize = 40;
 
 /// An error in the text of a schedule. The caller is at fault.
@@ -18,13 +18,13 @@ const SHOWN: usize = 40;
     and_more(.more)
 )]
 pub struct TextError {
-    /// The first faults, in the order of the text: 8 or fewer.
+    /// The first faults, at most 8, in the order of the text.
     pub faults: Vec<CellFault>,
     /// The number of further faults, which are not listed.
     pub more: usize,
 }
 
-/// A cell or a line that is not in the format.
+/// A cell or a line that violates the format.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct CellFault {
     /// The line, from 1: the rank plus one.
@@ -33,13 +33,13 @@ pub struct CellFault {
     pub column: usize,
     /// The offset of the cell in bytes from the beginning of the text.
     pub byte: usize,
-    /// The cell, or its beginning if it is long.
+    /// The text of the cell; only its beginning if it is long.
     pub cell: String,
-    /// The problem.
+    /// The reason that the cell or line is invalid.
     pub problem: CellProblem,
 }
 
-/// A reason why a cell or a line is not in the format. Unknown parts of the text are cut to 40
+/// The reason that a cell or a line violates the format. Quoted parts of the text are cut to 40
 /// characters.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -50,10 +50,10 @@ pub enum CellProblem {
     /// The text has no lines.
     #[error("there are no lines")]
     NoLines,
-    /// A text of computations only has a send, a receive, a gather or a release of weights.
+    /// A `compute_only` text has a send, a receive, a gather or a release of weights.
     #[error("moves and gathers are not in a compute_only text: read it as compute_comms")]
     Move,
-    /// A line of a text with sends and receives ends with empty cells.
+    /// A line of a `compute_comms` text ends with empty cells.
     #[error(
         "a compute_comms text has no empty cells, and this line ends with {cells}: a spreadsheet \
         that makes all lines equally long does that; remove the commas at its end"
@@ -62,16 +62,16 @@ pub enum CellProblem {
         /// The number of empty cells.
         cells: usize,
     },
-    /// A text with sends and receives has an empty cell before one that is not empty.
+    /// A `compute_comms` text has an empty cell before one that is not empty.
     #[error("a compute_comms text has no empty cells: a wait is not written in it")]
     EmptyCell,
     /// The parenthesis of an overlapped pair is not closed.
     #[error("a `)` is missing")]
     OpenPair,
-    /// An overlapped pair does not end with its kind.
+    /// The closing parenthesis of an overlapped pair is not followed by `OVERLAP_F_B`.
     #[error("`OVERLAP_F_B` must stand after `)`, not `{found}`")]
     PairKind {
-        /// The text after the parenthesis.
+        /// The text after the closing parenthesis.
         found: String,
     },
     /// An action of an overlapped pair is invalid.
@@ -80,21 +80,21 @@ pub enum CellProblem {
     /// An entry of an overlapped pair is no computation.
     #[error("{entry} is not computed")]
     NotComputed {
-        /// The entry.
+        /// The entry that is no computation.
         entry: Entry,
     },
-    /// The actions of an overlapped pair are both forward passes, or neither is.
+    /// Both actions of an overlapped pair are forward passes, or neither is.
     #[error("{one} and {other} are not a forward and a backward pass")]
     PairKinds {
-        /// The first action.
+        /// The first action of the pair.
         one: Action,
-        /// The second action.
+        /// The second action of the pair.
         other: Action,
     },
     /// An overlapped pair has more or fewer than two actions.
     #[error("two actions overlap, not {found}")]
     PairLength {
-        /// The number of actions.
+        /// The number of actions in the pair.
         found: usize,
     },
     /// An action has no stage.
@@ -103,45 +103,45 @@ pub enum CellProblem {
     /// The number of a stage or microbatch exceeds 32 bits.
     #[error("{field} {digits} is too large")]
     Large {
-        /// `stage` or `microbatch`.
+        /// The field that is too large: `stage` or `microbatch`.
         field: &'static str,
-        /// The number.
+        /// The digits of the number.
         digits: String,
     },
     /// Further characters follow an action.
     #[error("`{rest}` stands after the action")]
     Rest {
-        /// The further characters.
+        /// The characters after the action.
         rest: String,
     },
-    /// An action of a whole stage has a microbatch.
+    /// An action for a whole stage has a microbatch.
     #[error("{kind} is for all microbatches and takes no microbatch number")]
     WithMicrobatch {
         /// The kind of the action.
         kind: String,
     },
-    /// An action of one microbatch lacks its number.
+    /// An action for one microbatch lacks the microbatch's number.
     #[error("{kind} is for one microbatch, and its number is missing")]
     NoMicrobatch {
         /// The kind of the action.
         kind: String,
     },
-    /// The text has an action of torch's old format.
+    /// The text has the action `BW` of torch's old format.
     #[error(
         "BW is of old files, where it was the whole backward pass and B the input gradient; today \
         these are B and I: {stage}B{microbatch} here, and {stage}I for {stage}B elsewhere in the \
         file"
     )]
     OldBackward {
-        /// The stage's digits.
+        /// The digits of the stage's number.
         stage: String,
-        /// The microbatch's digits.
+        /// The digits of the microbatch's number.
         microbatch: String,
     },
     /// The kind of an action is unknown.
     #[error("there is no action `{kind}`; there are {}", KINDS.join(", "))]
     Unknown {
-        /// The kind.
+        /// The unknown kind.
         kind: String,
     },
     /// The kind of an action is not in upper case.
@@ -259,12 +259,12 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<ScheduleText, 
 
 /// One line of a text.
 struct TextLine<'t> {
-    /// Offset in bytes in the text.
+    /// Offset of the line in the text, in bytes.
     start: usize,
     content: &'t str,
 }
 
-/// Returns the lines as Python's `csv` module splits them. The last line needs no end.
+/// Returns the lines as Python's `csv` module splits them. The last line needs no line end.
 fn lines(text: &str) -> impl Iterator<Item = TextLine<'_>> {
     let mut start = 0;
     std::iter::from_fn(move || {
@@ -429,7 +429,7 @@ const KINDS: [&str; 11] = [
     "REDUCE_GRAD",
 ];
 
-/// Returns (leading characters that satisfy `is`, remainder).
+/// Splits the text behind its leading characters that satisfy `is`. Returns both parts.
 fn leading(text: &str, is: impl Fn(char) -> bool) -> (&str, &str) {
     text.split_at(text.find(|c| !is(c)).unwrap_or(text.len()))
 }

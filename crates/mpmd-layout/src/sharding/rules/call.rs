@@ -26,9 +26,10 @@ pub struct OpCall {
 impl OpCall {
     /// Parses the text of a tactic and returns its ops, in order.
     ///
-    /// An op is a name, a name with dots, or a call of one with literal arguments. A `|` within
-    /// quotes is no separator. Blanks around names and `|` are ignored. (In the Python original
-    /// this holds around calls only: there a bare name includes its blanks and is then not found.)
+    /// An op is a name, a name with dots, or a call of either with literal arguments. A `|` within
+    /// quotes is no separator. Blanks around names and `|` are ignored. (In the Python original,
+    /// blanks are ignored around calls only. Around a bare name they become part of the name, which
+    /// is then not found.)
     ///
     /// # Errors
     ///
@@ -70,8 +71,8 @@ impl OpCall {
         &self.text
     }
 
-    /// Returns the arguments for parameters of these names, in the order of `names`; `None` for
-    /// each that is not given. Positional arguments go to the first names.
+    /// Returns the argument for each parameter of `names`, in the order of `names`; `None` for a
+    /// parameter that is not given. Positional arguments go to the first names.
     ///
     /// # Errors
     ///
@@ -107,8 +108,8 @@ impl OpCall {
     }
 }
 
-/// True if `name` can be called in a tactic: an identifier, or several joined by dots, other than
-/// `None`, `True` and `False`.
+/// True if a tactic can call an op of this name: an identifier, or several joined by dots, other
+/// than `None`, `True` and `False`.
 pub(super) fn is_name(name: &str) -> bool {
     let mut reader = TacticReader { text: name, at: 0 };
     reader
@@ -187,8 +188,8 @@ impl TacticReader<'_> {
         }
     }
 
-    /// Reads `name=`, but not `name==`, and returns the name. Consumes nothing and returns `None`
-    /// before other text.
+    /// Reads a keyword and its `=` (but not `==`) and returns the keyword. If other text follows,
+    /// consumes nothing and returns `None`.
     fn keyword(&mut self) -> Option<String> {
         let start = self.at;
         let name = self

@@ -15,7 +15,7 @@ pub enum RulesError {
     /// There are no leaves to shard.
     #[error("there is no leaf to shard")]
     NoLeaves,
-    /// A pattern starts with a slash. Names never do, so the pattern is a mistake.
+    /// A pattern starts with a slash. Names of leaves never do, so the pattern would match nothing.
     #[error("rule {rule}: pattern {pattern:?} starts with `/`, but names of leaves do not")]
     PatternStartsWithSlash {
         /// The rule's index in the strategy, from 0.
@@ -40,7 +40,7 @@ pub enum RulesError {
     #[error("logical names: pattern {pattern:?}{}: {message}", position.map(|at| format!(", \
         position {at}")).unwrap_or_default())]
     BadLogicalPattern {
-        /// The pattern.
+        /// The pattern of logical names.
         pattern: String,
         /// The position of the problem in the pattern, in bytes from 0, or `None` if it is unknown.
         position: Option<usize>,
@@ -69,7 +69,7 @@ pub enum RulesError {
         /// The problem with the tactic, and its position.
         source: Box<ParseError>,
     },
-    /// No op of that name is registered.
+    /// A tactic calls an op that is not registered.
     #[error("rule {rule}, pattern {pattern:?}: there is no op `{op}`; known are \
         {}", known.join(", "))]
     UnknownOp {
@@ -77,7 +77,7 @@ pub enum RulesError {
         rule: usize,
         /// The rule's pattern.
         pattern: String,
-        /// The name that no op has.
+        /// The name of the missing op.
         op: String,
         /// The registered names, sorted.
         known: Vec<String>,
@@ -89,7 +89,7 @@ pub enum RulesError {
         rule: usize,
         /// The rule's pattern.
         pattern: String,
-        /// The call as written.
+        /// The call of the op, as written in the tactic.
         op: String,
         /// The problem with the arguments.
         message: String,
@@ -108,7 +108,7 @@ pub enum RulesError {
         axis: String,
         /// The op that added the axis, as written.
         op: String,
-        /// The mesh.
+        /// The mesh that lacks the axis.
         mesh: Mesh,
     },
     /// A leaf's final spec uses an axis more than once.
@@ -139,13 +139,13 @@ pub enum RulesError {
         /// Number of leaves in all.
         leaves: usize,
     },
-    /// An op of that name is registered already.
+    /// The registry already has an op of that name.
     #[error("there is an op `{name}` already; `replace` replaces it")]
     NameTaken {
-        /// The name in use.
+        /// The name that is registered already.
         name: String,
     },
-    /// The name does not fit the notation of tactics.
+    /// The name of an op is no identifier, nor several identifiers joined by dots.
     #[error("{name:?} cannot be an op's name: names are identifiers, or several joined by dots")]
     BadName {
         /// The refused name.
@@ -164,7 +164,7 @@ pub struct OpFailed {
     pub rule: usize,
     /// The rule's pattern.
     pub pattern: String,
-    /// The op as written.
+    /// The op, as written in the tactic.
     pub op: String,
     /// The leaf's name.
     pub leaf: String,
@@ -180,15 +180,15 @@ pub struct OpFailed {
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpError {
-    /// The dimension is divided already.
+    /// The dimension is divided already, by an earlier op.
     #[error("dimension {dim} is divided over {by} already")]
     AlreadySharded {
-        /// The dimension, from 0.
+        /// Index of the divided dimension, from 0.
         dim: usize,
         /// The axes that divide the dimension.
         by: SpecEntry,
     },
-    /// The leaf should be whole but is divided.
+    /// The leaf is divided, but `replicate` needs a leaf that is whole.
     #[error("inconsistent: the leaf is divided already, so it cannot be replicated")]
     NotWhole,
     /// The leaf has no such dimension.
@@ -197,7 +197,7 @@ pub enum OpError {
          dimensions"
     )]
     DimOutOfRange {
-        /// The requested dimension; negative from the end.
+        /// The requested dimension; a negative number counts from the end.
         dim: i64,
         /// Number of dimensions of the leaf.
         ndim: usize,
@@ -207,13 +207,13 @@ pub enum OpError {
     UnknownAxis {
         /// The unknown axis.
         axis: String,
-        /// The mesh.
+        /// The mesh that lacks the axis.
         mesh: Mesh,
     },
     /// An earlier op of the tactic keeps the leaf whole along the axis.
     #[error("it divides over axis `{axis}`, but `{by}` keeps the leaf whole along it")]
     KeptWhole {
-        /// The axis.
+        /// The axis along which the leaf is kept whole.
         axis: String,
         /// The earlier op, as written.
         by: String,
@@ -221,7 +221,7 @@ pub enum OpError {
     /// An earlier op of the tactic divides the leaf over the axis.
     #[error("it keeps the leaf whole along axis `{axis}`, but `{by}` divides over it")]
     DividedBefore {
-        /// The axis.
+        /// The axis over which the leaf is divided.
         axis: String,
         /// The earlier op, as written.
         by: String,
@@ -229,7 +229,7 @@ pub enum OpError {
     /// Two dimensions of the leaf have the same logical name.
     #[error("logical name `{name}` comes twice in {}", names_text(names))]
     DuplicateLogicalName {
-        /// The name.
+        /// The repeated logical name.
         name: String,
         /// The logical names of all dimensions.
         names: Vec<Option<String>>,
@@ -240,53 +240,53 @@ pub enum OpError {
         names_text(names)
     )]
     LogicalNames {
-        /// The logical names.
+        /// The logical names of the leaf's dimensions.
         names: Vec<Option<String>>,
         /// Number of dimensions of the leaf.
         ndim: usize,
     },
-    /// An op of a user refuses the leaf, with this message.
+    /// A user's op refuses the leaf, with this message.
     #[error("{0}")]
     Refused(String),
 }
 
-/// A tactic that cannot be read.
+/// The error that a tactic cannot be parsed.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("tactic {text:?}, column {column}: expected {expected}, found {found}")]
 #[non_exhaustive]
 pub struct ParseError {
-    /// The whole tactic.
+    /// The text of the whole tactic.
     pub text: String,
-    /// The place of the error, in characters from 1.
+    /// The position of the error in the tactic, in characters from 1.
     pub column: usize,
-    /// The text or kind of text that is allowed at that column.
+    /// The text or kind of text that the parser expects at that column.
     pub expected: String,
     /// The text found at that column, or "the end".
     pub found: String,
     pub(super) kind: ErrorKind,
 }
 
-/// The error of an op that is called with wrong arguments. The message continues the op's name:
-/// "has no argument `dim`".
+/// The error of an op that is called with wrong arguments. The text is a predicate to the op's
+/// name, for example "has no argument `dim`".
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct ArgumentError(pub String);
 
-/// The class of an error, named like the Python exception of the original.
+/// The class of an error, named like the exception that the Python original raises.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// `ValueError`
+    /// An error that is a `ValueError` in Python.
     Value,
-    /// `KeyError`
+    /// An error that is a `KeyError` in Python.
     Key,
-    /// `SyntaxError`
+    /// An error that is a `SyntaxError` in Python.
     Syntax,
-    /// `TypeError`
+    /// An error that is a `TypeError` in Python.
     Type,
-    /// `AssertionError`
+    /// An error that is an `AssertionError` in Python.
     Assertion,
-    /// `DuplicateSpecError`
+    /// An error that is a `DuplicateSpecError` in the Python original.
     DuplicateSpec,
 }
 
@@ -316,7 +316,7 @@ impl RulesError {
 }
 
 impl ErrorKind {
-    /// Returns the name of the class, for example `ValueError`.
+    /// Returns the name of the Python exception, for example `ValueError`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Value => "ValueError",
@@ -340,8 +340,8 @@ impl OpError {
 }
 
 impl ParseError {
-    /// Returns [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see
-    /// [`OpCall::parse_tactic`](super::OpCall::parse_tactic).
+    /// Returns [`ErrorKind::Syntax`] or [`ErrorKind::Value`], as
+    /// [`OpCall::parse_tactic`](super::OpCall::parse_tactic) describes.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }

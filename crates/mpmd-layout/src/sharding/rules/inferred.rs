@@ -8,13 +8,14 @@ use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 use mpmd_base::bytes_text;
 
-/// Limit of the width of a table's column, in characters. A longer name widens only its own row.
+/// Maximum width of a column of the displayed table, in characters. A longer name widens only its
+/// own row.
 const WIDEST: usize = 200;
 
-/// Number of leaves that an error over the budget lists at most.
+/// Maximum number of leaves that [`RulesError::OverBudget`] lists.
 const LARGEST: usize = 5;
 
-/// The shardings of some leaves, by a strategy. `Display` writes a table for people.
+/// The shardings that a strategy gives to leaves. `Display` writes them as a table.
 #[derive(Clone, Debug)]
 pub struct InferredShardings {
     mesh: Mesh,
@@ -39,11 +40,11 @@ pub struct InferredLeaf {
     /// Bytes that the leaf takes on each device. If a dimension does not divide evenly, its parts
     /// are rounded up.
     pub bytes_per_device: u64,
-    /// True if some dimension does not divide evenly. The sharding then has no layout of this
-    /// shape.
+    /// True if some dimension does not divide evenly. Then [`Sharding::layout`] fails for the
+    /// leaf's shape.
     pub uneven: bool,
-    /// Notes, for example that an `fsdp` fits no dimension, or that a dimension does not divide
-    /// evenly.
+    /// Remarks on the leaf, for example that `fsdp` finds no dimension to divide, or that a
+    /// dimension does not divide evenly.
     pub notes: Vec<String>,
 }
 
@@ -88,11 +89,11 @@ impl InferredShardings {
     }
 
     /// Checks that the leaves together need at most `budget` bytes on each device. Returns the same
-    /// result with the budget, which its table then shows.
+    /// shardings; their table then also shows the budget.
     ///
     /// # Errors
     ///
-    /// If they need more. The error lists the largest leaves.
+    /// If the leaves need more bytes. The error lists the largest leaves.
     pub fn within(mut self, budget: u64) -> Result<Self, RulesError> {
         let needed = self.bytes_per_device();
         if needed <= budget {
@@ -120,7 +121,7 @@ impl InferredShardings {
 
 impl InferredLeaf {
     /// Creates a leaf and computes its bytes per device. `entries` has one entry for each
-    /// dimension. `mesh` has all their axes, each used once.
+    /// dimension. `mesh` must have all axes of the entries, and each axis may be used once.
     pub(super) fn new(
         name: String,
         aval: ShapedArray,

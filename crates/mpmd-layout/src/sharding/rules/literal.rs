@@ -3,17 +3,17 @@
 use super::error::{ErrorKind, ParseError};
 use super::reader::{TacticReader, starts_identifier};
 
-/// The deepest nesting of brackets that is allowed. Each level is a recursive call of the reader,
-/// and the text may be untrusted.
+/// Maximum nesting depth of brackets. The reader recurses once for each level, and the text may be
+/// untrusted.
 const MOST_NESTED: usize = 100;
 
-/// A value that can be written in a tactic, in the notation of Python.
+/// A literal value in a tactic, in the notation of Python.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Literal {
-    /// `None`
+    /// The literal `None`.
     None,
-    /// `True` or `False`
+    /// The literal `True` or `False`.
     Bool(bool),
     /// A whole number that fits 64 bits, also written as `1_000`, `0x3e8`, `0o17`, `0b11`.
     Int(i64),
@@ -21,19 +21,19 @@ pub enum Literal {
     Float(f64),
     /// Text in either kind of quotes.
     Str(String),
-    /// `(a, b)`
+    /// A tuple, written `(a, b)`.
     Tuple(Vec<Literal>),
-    /// `[a, b]`
+    /// A list, written `[a, b]`.
     List(Vec<Literal>),
-    /// `{a, b}`, in the order written.
+    /// A set, written `{a, b}`, with its elements in the order written.
     Set(Vec<Literal>),
-    /// `{a: b}` as (key, value), in the order written.
+    /// A dict, written `{a: b}`, as (key, value) in the order written.
     Dict(Vec<(Literal, Literal)>),
 }
 
 impl Literal {
-    /// Returns axis names: of a text, or of a list or tuple of at least one text. Returns `None`
-    /// for other values, also for a set, which has no order.
+    /// Returns the axis names of a string, or of a list or tuple of one string or more. Returns
+    /// `None` for other values, also for a set, which has no order.
     pub fn axes(&self) -> Option<Vec<String>> {
         let text = |literal: &Self| match literal {
             Self::Str(text) => Some(text.clone()),
@@ -48,7 +48,7 @@ impl Literal {
         }
     }
 
-    /// Returns the number as `f64`, whole or not, or `None` for other values.
+    /// Returns a whole or fractional number as `f64`, or `None` for other values.
     pub fn number(&self) -> Option<f64> {
         match self {
             Self::Int(int) => Some(*int as f64),
@@ -75,8 +75,8 @@ impl Literal {
 }
 
 impl TacticReader<'_> {
-    /// Reads a value inside `nested` levels of brackets. Fails if there is no literal, or if the
-    /// brackets are nested too deeply.
+    /// Reads one value. `nested` is the number of brackets that are open around it. Fails if the
+    /// text is no literal, or if brackets are nested too deeply.
     pub(super) fn value(&mut self, nested: usize) -> Result<Literal, ParseError> {
         if nested > MOST_NESTED {
             return Err(self.error(
@@ -115,7 +115,7 @@ impl TacticReader<'_> {
         }
     }
 
-    /// Reads from an opening `(`: one value in brackets, or a tuple.
+    /// Reads a tuple, or one value in brackets, from an opening `(`.
     fn parenthesised(&mut self, nested: usize) -> Result<Literal, ParseError> {
         self.bump();
         self.skip_blanks();
@@ -131,7 +131,7 @@ impl TacticReader<'_> {
         Ok(first)
     }
 
-    /// Reads from an opening `{`: a set or a dict.
+    /// Reads a set or a dict from an opening `{`.
     fn braced(&mut self, nested: usize) -> Result<Literal, ParseError> {
         self.bump();
         self.skip_blanks();
@@ -243,7 +243,7 @@ impl TacticReader<'_> {
         })
     }
 
-    /// Reads a text. Several texts one after the other are joined.
+    /// Reads a string in quotes. Joins several strings that follow one another.
     fn strings(&mut self) -> Result<Literal, ParseError> {
         let mut text = String::new();
         loop {

@@ -8,14 +8,14 @@ use super::error::{OpError, RulesError};
 use super::pattern::whole_name;
 use crate::sharding::SpecEntry;
 
-/// The logical names of leaves' dimensions, and ordered rules from logical names to axes of a mesh.
+/// The logical names of leaves' dimensions, and ordered rules that map logical names to mesh axes.
 /// Empty by default.
 ///
-/// The op `logical_partitioning()` uses it. For a leaf with names it goes through the rules in
-/// order. A rule gives its axes to the dimension of its name. It is skipped if the leaf uses one of
-/// these axes already or an earlier rule decided that dimension. Dimensions without a matching rule
-/// stay whole. Dimensions that earlier ops of the tactic divided count as decided. Leaves without
-/// names do not change.
+/// The op `logical_partitioning()` applies the rules, in order, to each leaf whose dimensions have
+/// logical names. A rule divides the dimension with its logical name over its axes. The rule is
+/// skipped if the leaf already uses one of the axes, or if an earlier rule or op decided the
+/// dimension. Dimensions without a matching rule stay whole. Leaves without logical names do not
+/// change.
 ///
 /// ```
 /// use mpmd_layout::sharding::rules::LogicalAxes;
@@ -31,15 +31,15 @@ use crate::sharding::SpecEntry;
 #[derive(Clone, Debug, Default)]
 pub struct LogicalAxes {
     names: BTreeMap<String, Vec<Option<String>>>,
-    /// In the order of the calls.
+    /// Names given by pattern, in the order of the calls of [`LogicalAxes::pattern`].
     patterns: Vec<NamedPattern>,
     rules: Vec<LogicalRule>,
 }
 
-/// The logical names of all leaves that match a pattern.
+/// The logical names of the dimensions of all leaves that match a pattern.
 #[derive(Clone, Debug)]
 struct NamedPattern {
-    /// Matches whole names only.
+    /// The pattern, which matches whole names of leaves only.
     regex: Regex,
     names: Vec<Option<String>>,
 }
@@ -52,18 +52,18 @@ struct LogicalRule {
 }
 
 impl LogicalAxes {
-    /// Gives logical names to the dimensions of the leaf `leaf`, `None` for a dimension without
-    /// one. Replaces the leaf's earlier names. A name of a leaf that does not exist has no effect.
+    /// Gives logical names to the dimensions of the leaf `leaf`; `None` for a dimension without a
+    /// logical name. Replaces earlier names of the same leaf. Has no effect if the leaf does not
+    /// exist.
     #[must_use]
     pub fn leaf(mut self, leaf: impl Into<String>, names: &[Option<&str>]) -> Self {
         self.names.insert(leaf.into(), owned(names));
         self
     }
 
-    /// Gives logical names to the dimensions of all leaves with a whole name that matches
-    /// `pattern`, a regular expression as in a [`Strategy`](super::Strategy).
-    /// [`leaf`](Self::leaf) goes before patterns, and of several matching patterns the first
-    /// counts.
+    /// Gives logical names to the dimensions of all leaves whose whole name matches `pattern`. The
+    /// pattern is a regular expression as in a [`Strategy`](super::Strategy). Names given by
+    /// [`leaf`](Self::leaf) win over patterns. If several patterns match, the first one counts.
     ///
     /// # Errors
     ///
@@ -82,7 +82,7 @@ impl LogicalAxes {
     }
 
     /// Appends a rule that divides dimensions with the logical name `name` over `axes`, major to
-    /// minor. With no axes the rule keeps these dimensions whole.
+    /// minor. If `axes` is empty, the rule keeps these dimensions whole.
     #[must_use]
     pub fn rule(mut self, name: impl Into<String>, axes: &[&str]) -> Self {
         self.rules.push(LogicalRule {
@@ -92,7 +92,7 @@ impl LogicalAxes {
         self
     }
 
-    /// Returns the logical names of a leaf's dimensions, or `None` if it has none. Fails if a
+    /// Returns the logical names of a leaf's dimensions, or `None` if the leaf has none. Fails if a
     /// pattern with look-around or back references takes too many steps on the leaf's name.
     pub(super) fn names_of(&self, leaf: &str) -> Result<Option<&[Option<String>]>, OpError> {
         if let Some(names) = self.names.get(leaf) {
@@ -114,7 +114,7 @@ impl LogicalAxes {
     }
 
     /// Returns (dimension, axes) for each dimension that the rules divide, in the order of the
-    /// rules. Fails if the names are not one for each entry, or a name comes twice.
+    /// rules. Fails if the numbers of names and of dimensions differ, or if a name is used twice.
     pub(super) fn assign(
         &self,
         names: &[Option<String>],

@@ -87,11 +87,12 @@ use crate::aval::ShapedArray;
 use crate::topology::Mesh;
 use crate::tree::Tree;
 
-/// Infers the shardings over `mesh` that `strategy` gives to these leaves. A leaf is (name, shape
-/// and dtype).
+/// Infers the sharding over `mesh` of each leaf, by `strategy`. A leaf is given as its name, and
+/// its shape and dtype.
 ///
-/// Rule after rule, and in a rule op after op, is applied to all leaves in the given order. The
-/// finished specs are checked last. So the first error is the same on every process.
+/// The rules are applied one after the other, and the ops of a rule one after the other. Each op is
+/// applied to all its leaves in the given order. The finished specs are checked last. So the first
+/// error is the same on every process.
 ///
 /// Each [note](InferredLeaf::notes) is also a `tracing` event with the fields `leaf`, `array`,
 /// `spec` and `rule`, the pattern. Its level is `WARN` for a `shard_dim` that ignores a missing
@@ -100,7 +101,7 @@ use crate::tree::Tree;
 /// # Errors
 ///
 /// If there is no leaf, a pattern takes too many steps on a name, or an op refuses a leaf. Also if
-/// a finished spec uses an axis twice or names one that the mesh does not have.
+/// a finished spec uses an axis twice or names an axis that the mesh lacks.
 pub fn infer(
     leaves: &[(String, ShapedArray)],
     strategy: &Strategy,
@@ -148,8 +149,8 @@ pub fn infer(
     ))
 }
 
-/// Applies the ops of the rules to the leaves that they match, op by op, and returns the leaves'
-/// states. Leaves that follow a parameter among the leaves stay whole.
+/// Applies the ops of each rule to the leaves that match it, op by op, and returns the leaves'
+/// states. Skips a leaf of optimizer state if the parameter that it follows is among the leaves.
 fn apply_rules(
     leaves: &[(String, ShapedArray)],
     strategy: &Strategy,
@@ -198,8 +199,8 @@ fn apply_rules(
     Ok(states)
 }
 
-/// Emits a leaf's notes as events. `levels` are those of the ops' notes; further notes are of level
-/// INFO.
+/// Emits a leaf's notes as `tracing` events. `levels` has the levels of the first notes; all others
+/// have level INFO.
 fn report_notes(leaf: &InferredLeaf, levels: &[Level], strategy: &Strategy) {
     let name = &leaf.name;
     let array = &leaf.aval;
@@ -215,15 +216,16 @@ fn report_notes(leaf: &InferredLeaf, levels: &[Level], strategy: &Strategy) {
     }
 }
 
-/// The parameter that a leaf of optimizer state follows.
+/// The parameter whose spec a leaf of optimizer state takes over.
 struct FollowedParameter {
     /// The parameter's name.
     parameter: String,
-    /// Index of the parameter among the leaves, if it is there with the same shape.
+    /// Index of the parameter in the list of leaves. `None` if the list has no such parameter of
+    /// the same shape.
     place: Option<usize>,
 }
 
-/// Returns the parameter that each leaf follows, `None` for leaves that are no state.
+/// Returns the parameter that each leaf of optimizer state follows; `None` for other leaves.
 fn followed_parameters(
     leaves: &[(String, ShapedArray)],
     strategy: &Strategy,
@@ -250,15 +252,15 @@ fn followed_parameters(
         .collect()
 }
 
-/// Infers the shardings over `mesh` that `strategy` gives to the leaves of a tree, and returns them
-/// as a tree. The leaves' names are their paths (`blocks/3/w`).
+/// Infers the sharding over `mesh` of each leaf of a tree, by `strategy`. Returns a tree of
+/// shardings. The leaves' names are their paths (`blocks/3/w`).
 ///
-/// A tree of arrays only has to give their shapes: `arrays.map_ref(&mut |array|
-/// array.aval().clone())`.
+/// The leaves are shapes and dtypes. Convert a tree of arrays by
+/// `arrays.map_ref(&mut |array| array.aval().clone())`.
 ///
 /// # Errors
 ///
-/// As [`infer`].
+/// The errors of [`infer`].
 pub fn infer_sharding<T: Tree<Leaf = ShapedArray>>(
     tree: &T,
     strategy: &Strategy,

@@ -12,8 +12,7 @@ use crate::topology::Mesh;
 
 /// One step of a tactic: divides a leaf's dimensions over axes of the mesh.
 pub(super) trait ShardingOp: Send + Sync {
-    /// Applies the op to one leaf. Fails if the leaf cannot be sharded in this way; the whole
-    /// inference fails then.
+    /// Applies the op to one leaf. If the op cannot divide the leaf, the whole inference fails.
     fn apply(&self, leaf: &mut LeafPlacement<'_>) -> Result<(), OpError>;
 }
 
@@ -21,20 +20,21 @@ pub(super) trait ShardingOp: Send + Sync {
 #[derive(Debug)]
 pub struct LeafPlacement<'a> {
     pub(super) name: &'a str,
-    /// The name by which patterns match: that of a parameter if the leaf is state.
+    /// The name that patterns are matched with: the parameter's name for a leaf of optimizer state,
+    /// otherwise the leaf's own.
     pub(super) matched: &'a str,
     pub(super) aval: &'a ShapedArray,
     pub(super) mesh: &'a Mesh,
     pub(super) logical: &'a LogicalAxes,
-    /// The current op, as written.
+    /// Text of the op that is being applied, as written in the tactic.
     pub(super) op: &'a str,
     pub(super) state: &'a mut LeafState,
 }
 
-/// The decisions of the ops about a leaf so far.
+/// The decisions about a leaf that the ops have made so far.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LeafState {
-    /// One entry for each dimension.
+    /// The axes that divide each dimension: one entry for each.
     pub(super) entries: Vec<SpecEntry>,
     /// The axes that divide a dimension, in the order of the decisions.
     pub(super) divided: Vec<AxisUse>,
@@ -47,14 +47,14 @@ pub(super) struct LeafState {
 #[derive(Clone, Debug)]
 pub(super) struct AxisUse {
     pub(super) axis: String,
-    /// The op as written.
+    /// Text of the op, as written in the tactic.
     pub(super) op: String,
 }
 
 /// A remark of an op on a leaf.
 #[derive(Clone, Debug)]
 pub(super) struct LeafNote {
-    /// Level of the event that reports it.
+    /// Level of the `tracing` event that reports the note.
     pub(super) level: Level,
     pub(super) text: String,
 }
@@ -75,7 +75,7 @@ impl LeafPlacement<'_> {
         self.mesh
     }
 
-    /// Returns one entry for each dimension: the axes that divide it so far.
+    /// Returns the axes that divide each dimension so far, one entry for each dimension.
     pub fn entries(&self) -> &[SpecEntry] {
         &self.state.entries
     }
@@ -87,8 +87,8 @@ impl LeafPlacement<'_> {
     ///
     /// # Errors
     ///
-    /// If there is no such dimension, it is divided already, or an earlier op keeps the leaf whole
-    /// along one of the axes.
+    /// If there is no such dimension, the dimension is divided already, or an earlier op keeps the
+    /// leaf whole along one of the axes.
     pub fn shard(&mut self, dim: usize, axes: &[String]) -> Result<(), OpError> {
         let ndim = self.state.entries.len();
         let Some(entry) = self.state.entries.get_mut(dim) else {
@@ -171,7 +171,8 @@ impl LeafPlacement<'_> {
             .try_fold(1usize, |parts, axis| Ok(parts.saturating_mul(size(axis)?)))
     }
 
-    /// Adds a note on the leaf. The table of the result shows it.
+    /// Adds a note on the leaf. The table of [`InferredShardings`](super::InferredShardings) shows
+    /// it.
     pub fn note(&mut self, note: impl Into<String>) {
         self.state.notes.push(LeafNote {
             level: Level::INFO,
@@ -195,16 +196,16 @@ impl LeafState {
 
 /// The op `replicate` or `replicate(axes)`.
 pub(super) enum Replicate {
-    /// The leaf must be undivided at this op.
+    /// Fails if the leaf is divided at this op.
     Whole,
-    /// No dimension may be divided over these axes, before or after this op.
+    /// Fails if another op of the tactic, before or after this one, divides over these axes.
     Along(Vec<String>),
 }
 
 /// The op `fsdp(axis, min_size_to_shard_mb=4)`.
 pub(super) struct Fsdp {
     axes: Vec<String>,
-    /// Leaves of at most this many bytes do not change.
+    /// Size limit in bytes: the op does not change leaves of this size or smaller.
     small: f64,
 }
 
@@ -349,8 +350,8 @@ impl ShardingOp for LogicalPartitioning {
     }
 }
 
-/// Returns the indices of the dimensions from the largest to the smallest; of equal ones the last
-/// comes first.
+/// Returns the indices of the dimensions from the largest to the smallest. Of equally large
+/// dimensions the last comes first.
 pub(super) fn largest_first(shape: &[usize]) -> Vec<usize> {
     let mut dims: Vec<usize> = (0..shape.len()).collect();
     dims.sort_by_key(|dim| std::cmp::Reverse((shape[*dim], *dim)));

@@ -2,14 +2,14 @@
 
 use fancy_regex::Regex;
 
-/// The reason why a pattern is refused.
+/// The reason that a pattern is refused.
 pub(super) struct PatternFault {
-    /// Position in bytes, if it is known.
+    /// Position of the problem in the pattern, in bytes, or `None` if it is unknown.
     pub(super) position: Option<usize>,
     pub(super) message: String,
 }
 
-/// Returns a regular expression that matches only whole names.
+/// Compiles `pattern` to a regular expression that matches only whole names of leaves.
 pub(super) fn whole_name(pattern: &str) -> Result<Regex, PatternFault> {
     let bad = |error: fancy_regex::Error, known: bool| {
         let position = match &error {

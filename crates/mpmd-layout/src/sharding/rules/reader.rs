@@ -2,16 +2,16 @@
 
 use super::error::{ErrorKind, ParseError};
 
-/// A position in a tactic, with functions that read on from it.
+/// A reading position in the text of a tactic, with functions that read on from it.
 pub(super) struct TacticReader<'a> {
     pub(super) text: &'a str,
-    /// The position in bytes from 0, always between two characters.
+    /// The position in bytes from 0, always at a character boundary.
     pub(super) at: usize,
 }
 
 impl<'a> TacticReader<'a> {
-    /// Skips blanks. Then consumes a comma and returns true, or returns false before `close` and
-    /// does not consume it. Fails before any other text.
+    /// Skips blanks. Before a comma, consumes it and returns true. Before `close`, consumes nothing
+    /// and returns false. Fails before any other text.
     pub(super) fn comma_or(&mut self, close: char) -> Result<bool, ParseError> {
         self.skip_blanks();
         match self.peek() {
@@ -25,8 +25,8 @@ impl<'a> TacticReader<'a> {
         }
     }
 
-    /// Reads an identifier, or several joined by dots without blanks. Consumes nothing and returns
-    /// `None` if there is none.
+    /// Reads an identifier, or several joined by dots without blanks. If there is none, consumes
+    /// nothing and returns `None`.
     pub(super) fn dotted_name(&mut self) -> Option<&'a str> {
         let start = self.at;
         self.identifier()?;
@@ -74,7 +74,7 @@ impl<'a> TacticReader<'a> {
                 .len();
     }
 
-    /// Creates an error at the current position.
+    /// Creates an error at the current position; `expected` says which text would be allowed.
     pub(super) fn error(&self, kind: ErrorKind, expected: &str) -> ParseError {
         let rest = self.rest();
         let word = rest
@@ -106,8 +106,8 @@ impl<'a> TacticReader<'a> {
     }
 }
 
-/// Returns the kind of error if `c` follows a complete value or call. An operator would continue
-/// the expression.
+/// Returns the kind of the error that character `c` causes after a complete value or call:
+/// [`ErrorKind::Value`] for an operator, otherwise [`ErrorKind::Syntax`].
 pub(super) fn after_value(c: char) -> ErrorKind {
     if "+-*/%@&^<>[(".contains(c) {
         ErrorKind::Value

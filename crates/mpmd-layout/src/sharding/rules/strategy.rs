@@ -15,7 +15,7 @@ use super::pattern::whole_name;
 
 type Factory = dyn Fn(&OpCall) -> Result<Arc<dyn ShardingOp>, ArgumentError> + Send + Sync;
 
-/// The ops that tactics can call, by name. [`Registry::default`] has the built-in ones.
+/// A table of the ops that tactics can call, by name. [`Registry::default`] has the built-in ops.
 ///
 /// ```
 /// use mpmd_layout::sharding::rules::{ArgumentError, OpCall, Literal, Registry};
@@ -51,16 +51,16 @@ pub struct Registry {
 pub struct Strategy {
     pub(super) rules: Vec<StrategyRule>,
     pub(super) logical: LogicalAxes,
-    /// By [`Strategy::with_state`].
+    /// Added by [`Strategy::with_state`], in the order of the calls.
     state: Vec<StatePrefix>,
 }
 
-/// The names of optimizer state that follows parameters.
+/// Two branches of a tree: optimizer state, and the parameters that the state follows.
 #[derive(Clone, Debug)]
 struct StatePrefix {
-    /// Path of the tree of state.
+    /// Path of the branch of optimizer state.
     state: String,
-    /// Path of the tree of parameters; empty if they are the root.
+    /// Path of the branch of parameters; empty for the root.
     params: String,
 }
 
@@ -68,7 +68,7 @@ struct StatePrefix {
 #[derive(Clone)]
 pub(super) struct StrategyRule {
     pub(super) pattern: String,
-    /// The pattern as a regular expression that matches the whole text only.
+    /// The pattern, compiled to match only whole names of leaves.
     regex: Regex,
     pub(super) steps: Vec<TacticOp>,
 }
@@ -76,23 +76,24 @@ pub(super) struct StrategyRule {
 /// One op of a tactic.
 #[derive(Clone)]
 pub(super) struct TacticOp {
-    /// The op as written.
+    /// Text of the op, as written in the tactic.
     pub(super) text: String,
     pub(super) op: Arc<dyn ShardingOp>,
 }
 
 impl Registry {
-    /// Adds the op `name`. `read` reads the arguments of a call in a tactic; it runs once for each
-    /// call when a strategy is parsed, and its error fails the parsing. `apply` is the op: it
-    /// divides one leaf's dimensions over axes of the mesh, with these arguments. Its error fails
-    /// the whole inference.
+    /// Adds the op `name`. `read` converts the arguments of a call in a tactic. It runs once for
+    /// each call when a strategy is parsed; if it fails, so does the parsing. `apply` is the op: it
+    /// divides one leaf's dimensions over axes of the mesh, with the arguments from `read`. If it
+    /// fails, so does the whole inference.
     ///
-    /// Every process infers by itself. So both must be pure functions of what they get: no clock,
-    /// no files, no process id, no map in random order.
+    /// Every process infers shardings for itself. So both functions must be pure: no clock, no
+    /// files, no process id, no map in random order.
     ///
     /// # Errors
     ///
-    /// If there is an op of that name, or the name is not an identifier or several joined by dots.
+    /// If the registry has an op of that name, or the name is no identifier, nor several joined by
+    /// dots.
     pub fn register<A: Send + Sync + 'static>(
         &mut self,
         name: &str,
@@ -116,7 +117,7 @@ impl Registry {
     ///
     /// # Errors
     ///
-    /// If the name is not an identifier or several joined by dots.
+    /// If the name is no identifier, nor several joined by dots.
     pub fn replace<A: Send + Sync + 'static>(
         &mut self,
         name: &str,
@@ -205,18 +206,19 @@ impl Strategy {
         })
     }
 
-    /// Sets the logical axes, which the op `logical_partitioning()` uses.
+    /// Sets the logical axes that the op `logical_partitioning()` uses.
     #[must_use]
     pub fn with_logical(mut self, logical: LogicalAxes) -> Self {
         self.logical = logical;
         self
     }
 
-    /// Lets leaves below `state`, such as the moments of an optimiser, follow the parameters below
-    /// `params`. Both are names of branches without a last `/`; an empty `params` is the root.
+    /// Makes leaves below `state`, such as the moments of an optimizer, follow the parameters below
+    /// `params`. Both are paths of branches without a trailing `/`; an empty `params` is the root.
     ///
-    /// The leaf `state/a/w` gets the spec of the leaf `params/a/w` if that has the same shape.
-    /// Otherwise patterns and logical names apply to it by the name `params/a/w`.
+    /// The leaf `state/a/w` gets the spec of the leaf `params/a/w` if the shapes are equal.
+    /// Otherwise patterns and logical names apply to the leaf `state/a/w` as if it were named
+    /// `params/a/w`.
     ///
     /// ```
     /// use mpmd_layout::aval::{bf16s, f32s};
@@ -244,8 +246,8 @@ impl Strategy {
         self
     }
 
-    /// Returns the name of the parameter that the leaf follows, by the first fitting
-    /// [`Strategy::with_state`]. `None` for a leaf that is no state.
+    /// Returns the name of the parameter that the leaf follows, by the first matching
+    /// [`Strategy::with_state`]. `None` for a leaf that is no optimizer state.
     pub(super) fn parameter_of(&self, leaf: &str) -> Option<String> {
         self.state.iter().find_map(|StatePrefix { state, params }| {
             let path = leaf.strip_prefix(state.as_str())?.strip_prefix('/')?;
@@ -297,7 +299,7 @@ impl fmt::Debug for StrategyRule {
     }
 }
 
-/// An op of a user: the arguments of its call, and its function.
+/// A user's op, with the arguments of one call of it.
 struct UserOp<A, F> {
     arguments: A,
     apply: Arc<F>,
