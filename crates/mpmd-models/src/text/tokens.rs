@@ -14,12 +14,12 @@ use tokenizers::{Encoding, ModelWrapper, Tokenizer};
 use crate::error::unexpected;
 use crate::hub::folder::{Folder, TOKENIZER};
 
-/// Length of the pieces of a text, in bytes. While a piece is turned into tokens, it takes some 200
-/// times as many bytes.
+/// Length of the pieces into which a text is cut, in bytes. The tokenizer needs some 200 times the
+/// memory of a piece.
 const PIECE: usize = 64 << 10;
-/// Length of the text on each side of a border that is compared, in bytes.
+/// Length of the text before and after a cut whose tokens are compared, in bytes.
 const CONTEXT: usize = 1 << 10;
-/// Number of places that are tried in a piece's length.
+/// Number of blanks that are tried as a cut within one piece's length.
 const TRIES: usize = 16;
 
 /// Reads the tokenizer of a folder.
@@ -60,8 +60,7 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
         .to_vec())
 }
 
-/// Turns a prompt into tokens, with those that the tokenizer puts around a text if `special` is
-/// set.
+/// Turns a prompt into tokens. If `special`, the tokenizer adds its special tokens around the text.
 ///
 /// # Errors
 ///
@@ -72,8 +71,8 @@ pub fn encode_prompt(tokenizer: &Tokenizer, text: &str, special: bool) -> Result
         .to_vec())
 }
 
-/// True if a text has more than `most` tokens, without special ones. Of a long text it reads little
-/// more than is needed to know that.
+/// True if a text has more than `most` tokens, special ones not counted. Stops soon after that many
+/// tokens of a long text.
 ///
 /// # Errors
 ///
@@ -84,11 +83,11 @@ pub fn has_more_tokens(tokenizer: &Tokenizer, text: &str, most: usize) -> Result
     Ok(ids.len() > most)
 }
 
-/// Calls `encode` and returns its result.
+/// Calls `encode`, and returns its result. Turns a panic of the tokenizer into an error.
 ///
 /// # Errors
 ///
-/// If it fails, or the tokenizer's pattern engine gives up.
+/// If `encode` fails or panics.
 pub(crate) fn guarded(encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> Result<Encoding> {
     let failed = |why: &dyn fmt::Display| Error::Environment(format!("the tokenizer: {why}"));
     // The engine panics if a pattern needs too many attempts.
@@ -100,7 +99,7 @@ pub(crate) fn guarded(encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> 
     encoding.map_err(|why| failed(&why))
 }
 
-/// Checks that each token of a text has a row in the embedding.
+/// Returns an error if a token of a text has no row in the embedding.
 pub fn check_rows<'a>(
     folder: &Folder,
     tokenizer: &Tokenizer,
@@ -121,18 +120,19 @@ pub fn check_rows<'a>(
     ))
 }
 
-/// A place where a text is cut into a piece and the rest.
+/// A cut of a text into a piece and the rest.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Border {
-    /// The end of the piece, in bytes.
+    /// The end of the piece, as a byte offset.
     end: usize,
-    /// The start of the rest.
+    /// The start of the rest, as a byte offset.
     start: usize,
-    /// Number of tokens at the start of the rest that the text does not have.
+    /// Number of tokens at the start of the rest that are dropped, since the whole text does not
+    /// have them.
     extra: usize,
 }
 
-/// Appends the tokens of a text to `ids`, piece by piece, until there are at least `count`. Returns
+/// Appends the tokens of a text to `ids`, piece by piece, until `ids` has at least `count`. Returns
 /// the number of pieces.
 fn encode_pieces(
     tokenizer: &Tokenizer,
@@ -157,12 +157,14 @@ fn encode_pieces(
     Ok(pieces)
 }
 
-/// Returns the end of the first piece of a text that is not empty. The tokens of the text are those
-/// of the piece and of the rest, without the extra ones.
+/// Returns the first cut of a text. The tokens of the text are those of the piece and of the rest,
+/// without the extra ones.
 ///
-/// A piece ends at a blank. Some tokenizers split before it, and some behind it. Some put a blank
-/// in front of every text: so either that of the text is left out, or the token is extra. The text
-/// is not cut where none of these keeps the tokens of the text around the border: then the piece is
+/// A piece ends at a blank. Some tokenizers split before a blank, and some after it. Some put a
+/// blank in front of every text; then the text's own blank is left out, or the added token is
+/// extra.
+///
+/// A blank at which no kind of cut keeps the tokens around it is skipped, so the piece becomes
 /// longer.
 fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
     for from in (PIECE..text.len().saturating_sub(CONTEXT)).step_by(PIECE) {
@@ -192,7 +194,7 @@ fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
     })
 }
 
-/// True if the text around a border has the tokens of its two parts, without the extra ones.
+/// True if the text around a cut has the same tokens as its two parts, without the extra ones.
 fn is_border(tokenizer: &Tokenizer, text: &str, border: Border) -> Result<bool> {
     let Border { end, start, extra } = border;
     let from = boundary(text, end.saturating_sub(CONTEXT));
@@ -208,7 +210,7 @@ fn is_border(tokenizer: &Tokenizer, text: &str, border: Border) -> Result<bool> 
     Ok(parts == encode(tokenizer, &text[from..until])?)
 }
 
-/// Returns the last start of a character up to byte `at`.
+/// Returns the largest character boundary up to byte `at`.
 fn boundary(text: &str, at: usize) -> usize {
     (0..=at)
         .rev()
@@ -223,8 +225,8 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Turns a text into tokens, file by file, without special tokens. A long file is cut into
-    /// pieces that have the same tokens, so the memory is in proportion to the text and its tokens.
+    /// Turns a text into tokens, file by file, without special tokens. Long files are cut into
+    /// pieces without changing the tokens, so memory grows only with the text and its tokens.
     ///
     /// # Errors
     ///
@@ -234,7 +236,7 @@ impl Tokens {
         Self::start_of(text, folder, usize::MAX)
     }
 
-    /// Returns the first tokens of a text: `count`, or all if there are fewer.
+    /// Returns the first `count` tokens of a text, or all if the text has fewer.
     ///
     /// # Errors
     ///
@@ -261,19 +263,19 @@ impl Tokens {
         Ok(Self { ids: ids.into() })
     }
 
-    /// Makes tokens on process 0, and returns them on every process. Every process must call it,
-    /// and blocks until it has them. In a dry run each process makes them.
+    /// Calls `make` on process 0, and returns its tokens on every process. Every process must call
+    /// it, and blocks until it has the tokens. In a dry run each process calls `make`.
     ///
     /// # Errors
     ///
-    /// The error of `make`, on every process. If a process has no device.
+    /// If `make` fails, on every process. If a process has no device.
     pub fn spread(p: &mut Program, make: impl Fn() -> Result<Self>) -> Result<Self> {
         Ok(Self {
             ids: spread(p, || Ok(make()?.ids))?,
         })
     }
 
-    /// Returns the first tokens: `count`, or all if there are fewer.
+    /// Returns the first `count` tokens, or all if there are fewer.
     #[must_use]
     pub fn first(&self, count: usize) -> Self {
         Self {
@@ -281,13 +283,13 @@ impl Tokens {
         }
     }
 
-    /// Returns the numbers of the tokens.
+    /// Returns the numbers of the tokens in the vocabulary.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 }
 
-/// Makes numbers on process 0, and returns them on every process, as [`Tokens::spread`] does.
+/// Calls `make` on process 0, and returns its numbers on every process, as [`Tokens::spread`] does.
 pub fn spread(p: &mut Program, make: impl Fn() -> Result<Arc<[u32]>>) -> Result<Arc<[u32]>> {
     let mut own = None;
     let mut make = || match make() {
