@@ -72,7 +72,7 @@ struct Both {
     training: Stages,
     devices: Vec<usize>,
     sizes: SchedulerSizes,
-    /// The type of the weights of the server.
+    /// True if the server holds its matrices in bf16, false if in f32.
     in_half: bool,
 }
 
