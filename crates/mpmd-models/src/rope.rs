@@ -159,8 +159,8 @@ impl Rope {
         }
     }
 
-    /// Returns the largest number of tokens in a sequence. `positions` is the number in the config; a
-    /// linear or dynamic scaling multiplies it, and [`Scaling::Yarn`] may raise it.
+    /// Returns the largest number of tokens in a sequence. `positions` is the number in the config;
+    /// a linear or dynamic scaling multiplies it, and [`Scaling::Yarn`] may raise it.
     pub(crate) fn positions(&self, positions: usize) -> usize {
         let scaled = |positions: usize, factor: f64| (positions as f64 * factor.max(1.0)) as usize;
         match self.scaling {

@@ -73,7 +73,7 @@ impl<'a> Serving<'a> {
         })
     }
 
-    /// Returns the model.
+    /// Returns the inference that computes the requests.
     pub fn inference(&mut self) -> &mut Inference {
         self.inference
     }

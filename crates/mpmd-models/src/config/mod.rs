@@ -38,7 +38,7 @@ pub struct ModelConfig {
     pub num_key_value_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Number of positions that the model was made for, before a linear scaling.
+    /// Number of positions that the model was trained for, before a linear or dynamic RoPE scaling.
     pub max_position_embeddings: usize,
     /// True if the output layer shares the embedding's weight.
     pub tie_word_embeddings: bool,

@@ -155,7 +155,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the number of rows on each device of tokens with these shares.
+    /// Routes tokens with these router probabilities. Returns the number of rows on each device.
     fn rows(shares: &[Vec<f32>], per_token: usize, devices: usize) -> Vec<usize> {
         let own = shares[0].len() / devices;
         let taken: Vec<_> = shares

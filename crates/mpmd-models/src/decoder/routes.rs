@@ -280,7 +280,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the sums of rows with these results, which are those of the token's experts.
+    /// Returns the sum of one token's rows on the experts `of`. `experts` has the token's experts,
+    /// and `results` the value of each.
     fn sum(experts: &[u32], of: Range<usize>, results: &[f32]) -> f32 {
         let routes = Routes::new(&[experts.to_vec()], of);
         routes.sum(1, &|row, out| out[0] = results[routes.weights[row]])[0]

@@ -241,8 +241,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the costs of layers with this work, for stages that are divided over so many
-    /// devices.
+    /// Returns costs of layers for stages with these numbers of devices. `works` has the work of
+    /// each layer on one device.
     fn costs(devices: &[u64], works: &[u64], first: u64, last: u64) -> ModelCosts {
         let of = |devices: &u64| {
             let cost = |work: &u64| Cost {
@@ -255,7 +255,7 @@ mod tests {
         ModelCosts(devices.iter().map(of).collect())
     }
 
-    /// Returns the number of layers of each stage.
+    /// Returns the number of layers in each stage of the division.
     fn lengths(model: &ModelCosts, limits: &[u64]) -> Vec<usize> {
         let cut = model.cut(limits).unwrap();
         let ends = cut.iter().map(|range| range.end);
@@ -264,7 +264,7 @@ mod tests {
         cut.into_iter().map(|range| range.len()).collect()
     }
 
-    /// Tries all divisions.
+    /// Returns the least possible work of the largest stage, by trying all divisions.
     fn least(model: &ModelCosts, start: usize, stage: usize) -> u64 {
         let (all, stages) = (model.len(), model.stages());
         if stage + 1 == stages {

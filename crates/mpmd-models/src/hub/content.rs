@@ -28,7 +28,7 @@ pub const CHANGED: &str =
 pub(crate) struct FolderContent {
     /// Hash of samples of each tensor, by name. Tensors of a new model have no entry.
     tensors: BTreeMap<String, u64>,
-    /// Number of samples of each tensor.
+    /// Largest number of samples in each tensor, of 4 KiB each.
     samples: u64,
     /// Hash of each file beside the weights, by name. `None` if the folder lacks the file.
     files: BTreeMap<&'static str, Option<u64>>,

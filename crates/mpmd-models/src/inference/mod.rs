@@ -152,7 +152,7 @@ impl Inference {
         Some(line)
     }
 
-    /// Returns the process that can read choices.
+    /// Returns the process on which [`Inference::read`] returns choices.
     pub fn owner(&self) -> ProcessId {
         self.owner
     }

@@ -43,7 +43,7 @@ pub struct Templates {
     all: [Option<Template>; 2],
 }
 
-/// A chat template.
+/// One chat template, compiled, with the special tokens that it may use.
 struct Template {
     environment: Environment<'static>,
     special: BTreeMap<String, String>,

@@ -218,7 +218,7 @@ fn boundary(text: &str, at: usize) -> usize {
         .unwrap_or(0)
 }
 
-/// The tokens of a text, in memory. Clones share them.
+/// The token numbers of a text. Clones share the memory.
 #[derive(Clone)]
 pub struct Tokens {
     ids: Arc<[u32]>,

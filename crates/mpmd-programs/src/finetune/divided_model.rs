@@ -55,9 +55,9 @@ impl DividedModel {
 
     /// Divides a model over `processes` processes, after a job has lost or gained some.
     ///
-    /// Without `--memory`, keeps the stages if each process can have equally many. Otherwise divides
-    /// the layers anew, with one rank for each process. If that fails without `--memory`, some
-    /// processes get more stages than others.
+    /// Without `--memory`, keeps the stages if each process can have equally many. Otherwise
+    /// divides the layers anew, with one rank for each process. If that fails without `--memory`,
+    /// some processes get more stages than others.
     ///
     /// # Errors
     ///
@@ -129,8 +129,8 @@ mod tests {
         cut: DivisionArgs,
     }
 
-    /// Returns the ranks over which a model of four layers is divided on 1 to 5 processes, in a job
-    /// that was started with these arguments.
+    /// Divides a model of four layers on 1 to 5 processes, in a job with these arguments. Returns
+    /// the number of ranks for each.
     fn ranks(args: &[&str]) -> Vec<anyhow::Result<usize>> {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/mpmd-demo");
         let source = Folder::open(folder).unwrap();

@@ -73,8 +73,8 @@ pub(super) struct EndpointState {
 pub(super) type Answer = Result<Response, HttpFailure>;
 pub(super) type Shares = State<Arc<EndpointState>>;
 
-/// Returns the router of all endpoints. The page, `/health`, `/ready` and `/version` need no API key.
-/// The endpoints that control the server have a key of their own, and exist only if it is set.
+/// Returns the router of all endpoints. The page, `/health`, `/ready` and `/version` need no API
+/// key. The endpoints that control the server have a key of their own, and exist only if it is set.
 pub(super) fn routes(shared: EndpointState) -> Router {
     let shared = Arc::new(shared);
     let guarded = Router::new()

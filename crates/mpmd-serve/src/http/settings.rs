@@ -93,7 +93,7 @@ pub enum FrontError {
     Host {
         /// The value of [`FrontSettings::host`].
         host: String,
-        /// The reason.
+        /// The error of the name lookup.
         why: io::Error,
     },
     /// Clients of other hosts could connect, but the settings have no keys and do not allow all
@@ -108,7 +108,7 @@ pub enum FrontError {
     UnreadableKeys {
         /// The setting of the file.
         file: KeyFile,
-        /// The reason, which names the setting and the path.
+        /// The error, which names the setting and the path.
         why: LaunchError,
     },
     /// A file of keys has no keys, or keys that cannot be sent in a header.
@@ -129,7 +129,7 @@ pub enum FrontError {
     WeightFolder {
         /// The path of the folder.
         path: PathBuf,
-        /// The reason.
+        /// The error of the system.
         why: io::Error,
     },
     /// The process may not open enough files for the connections.
@@ -148,12 +148,12 @@ pub enum FrontError {
         /// The process's limit on open files.
         limit: u64,
     },
-    /// The address cannot be listened on.
+    /// The server cannot listen on the address.
     #[error("cannot listen on {address}: {why}")]
     Listen {
         /// The address.
         address: SocketAddr,
-        /// The reason.
+        /// The error of the system.
         why: io::Error,
     },
     /// The system does not provide threads or signals, or does not tell its limits.
