@@ -13,7 +13,7 @@ pub struct TextRequest {
     pub prompt: Vec<u32>,
     /// Largest number of new tokens; at least one.
     pub max_tokens: usize,
-    /// How each token is chosen.
+    /// The settings for choosing each token.
     pub sampling: Sampling,
     /// The tokens that end the reply.
     pub ends: Vec<u32>,

@@ -118,7 +118,7 @@ impl Matrices {
     }
 }
 
-/// How the values of matrices are stored for inference.
+/// The storage form of matrices for inference.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum MatrixForm {
     /// Packed for fast products. If `in_half`, the elements are rounded to `bf16`.

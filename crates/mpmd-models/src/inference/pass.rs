@@ -43,7 +43,7 @@ pub struct PassChunk {
 /// The settings of a new sequence: how its tokens are chosen and reported.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct NewSequence {
-    /// How each token is chosen.
+    /// The settings for choosing each token.
     pub sampling: Sampling,
     /// Number of tokens in the prompt, with which the sequence starts.
     pub prompt: u32,

@@ -11,7 +11,7 @@ use crate::error::InvalidSetting;
 use crate::hub::folder::{Folder, GENERATION};
 use crate::inference::token_order::{TokenOrder, TokenRank, TokenWeights};
 
-/// How the next token is chosen. The settings apply in the order of the library `transformers`:
+/// The settings for choosing the next token. They apply in the order of the library `transformers`:
 /// penalties, temperature, `top_k`, `top_p`, `min_p`.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Sampling {
@@ -235,7 +235,7 @@ mod tests {
 
     use super::*;
 
-    /// Probabilities that `transformers` gives; see `tests/make_examples.py`.
+    /// Probabilities computed by `transformers`; see `tests/make_examples.py`.
     #[derive(Deserialize)]
     struct Expected {
         sampling: Vec<Case>,

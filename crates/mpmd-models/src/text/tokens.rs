@@ -365,9 +365,9 @@ mod tests {
 
     use super::*;
 
-    /// The tokenizer of the tests' folders: bytes, split as GPT-2 does.
+    /// The byte-level tokenizer of the test folders, which splits texts as GPT-2 does.
     const BYTES: &str = include_str!("../../tests/folders/plain/tokenizer.json");
-    /// The pattern of Llama 3.
+    /// The regular expression by which the tokenizer of Llama 3 splits texts.
     const LLAMA3: &str = concat!(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -379,7 +379,7 @@ mod tests {
         Tokenizer::from_bytes(tokenizer.to_string()).unwrap()
     }
 
-    /// Returns a tokenizer of the older kind: each word begins with `▁`, and so does the text.
+    /// Returns a tokenizer of the older kind, in which each word and the text begin with `▁`.
     fn with_prefix(change: impl FnOnce(&mut Value)) -> Tokenizer {
         let mut tokenizer: Value =
             serde_json::from_str(&BYTES.replace('\u{120}', "\u{2581}")).unwrap();
@@ -389,7 +389,7 @@ mod tests {
         Tokenizer::from_bytes(tokenizer.to_string()).unwrap()
     }
 
-    /// Prose, code, numbers, and runs of blanks.
+    /// Returns a text of at least `bytes` bytes: prose, code, numbers, and runs of blanks.
     fn text(bytes: usize) -> String {
         let mut text = String::new();
         let mut line = 0u32;
@@ -413,18 +413,18 @@ mod tests {
         text
     }
 
-    /// Lines without blanks: Chinese, and tables.
+    /// Returns a text without blanks: lines of a table with Chinese characters.
     fn dense_text(bytes: usize) -> String {
         let line = |line: u32| format!("{line},\u{72d0}\u{72f8}\u{ff0c}x{}\n", line * 977 % 1009);
         (0..bytes as u32 / 16).map(line).collect()
     }
 
-    /// Lines of an odd number of punctuation marks, longer than the context of a border.
+    /// Returns lines of `=` signs. A line has an odd length, more than [`CONTEXT`].
     fn rules(bytes: usize) -> String {
         format!("{}\n", "=".repeat(2 * CONTEXT + 1)).repeat(bytes / 2 / CONTEXT)
     }
 
-    /// Checks that the pieces of a text are short and have its tokens, with each tokenizer.
+    /// Checks with each tokenizer that the pieces of a text are short and have the text's tokens.
     fn assert_pieces(text: &str) {
         for (name, tokenizer) in tokenizers() {
             let mut found = Vec::new();

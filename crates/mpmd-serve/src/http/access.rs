@@ -12,7 +12,7 @@ use super::settings::{FrontError, KeyFile};
 /// Limit on the size of a file of keys, in bytes.
 const LARGEST_FILE: usize = 64 << 10;
 
-/// Which clients may use the server.
+/// The clients that are allowed to use the server.
 pub(super) enum Access {
     /// Clients with one of these keys.
     Keys(Vec<String>),

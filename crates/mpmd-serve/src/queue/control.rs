@@ -11,7 +11,7 @@ use super::{
     QueueShared, QueueState, Refused, RequestArrival, RequestArrivals, RequestQueue, ServerPhase,
 };
 
-/// How a pause treats the open requests.
+/// The treatment of open requests by a pause.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum PauseMode {
     /// All open requests end at once, with the tokens that clients already have.

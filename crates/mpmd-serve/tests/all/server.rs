@@ -26,7 +26,7 @@ pub(crate) fn settings() -> FrontSettings {
     }
 }
 
-/// How the fake engine treats a request.
+/// The actions of the fake engine for a request.
 #[derive(Clone)]
 pub(crate) enum Act {
     /// Sends these tokens, then the end with this reason.
