@@ -11,7 +11,7 @@ use std::time::Instant;
 use mpmd::random::{Key, normal_f32};
 use mpmd_models::Sampling;
 
-/// Number of tokens of the vocabularies of several families.
+/// Size of the vocabulary in several model families.
 const VOCABULARY: u64 = 151_936;
 const REPEATS: u64 = 101;
 

@@ -10,12 +10,11 @@ use mpmd_base::bytes_text;
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{setting}: expected {expected}, found {found}")]
 pub struct InvalidSetting {
-    /// The name of the field, as in [`Division`](crate::Division) and
-    /// [`Sampling`](crate::Sampling).
+    /// The name of the field in [`Division`](crate::Division) or [`Sampling`](crate::Sampling).
     pub setting: &'static str,
-    /// The values that it may have.
+    /// The values that are allowed.
     pub expected: String,
-    /// Its value.
+    /// The value that was given.
     pub found: String,
 }
 
@@ -39,7 +38,7 @@ impl From<InvalidSetting> for Error {
     }
 }
 
-/// A model cannot be divided as requested. Retrying will not help.
+/// Error: a model cannot be divided as requested. Retrying will not help.
 #[derive(Debug, thiserror::Error)]
 pub enum DivisionError {
     /// A setting of the division does not fit the model or the others.
@@ -48,11 +47,11 @@ pub enum DivisionError {
     /// The devices of a stage have too little memory.
     #[error("memory: {}", too_little(*.stage, *.needed, *.limit))]
     Memory {
-        /// The stage.
+        /// Index of the stage.
         stage: usize,
-        /// The bytes that each of its devices needs.
+        /// The bytes that each device of the stage needs.
         needed: u64,
-        /// The bytes that each of its devices has.
+        /// The bytes that each device of the stage has.
         limit: u64,
     },
     /// The files of the model do not fit the division, or cannot be read.
@@ -77,8 +76,8 @@ fn too_little(stage: usize, needed: u64, limit: u64) -> String {
     format!("stage {stage} needs {needs}, and has {has}: {more} more, or more stages")
 }
 
-/// Returns the error for something in a file that is other than expected. `subject` is a tensor or
-/// a key; it may be empty if the file itself is meant.
+/// Returns the error for a value in `file` other than expected. `subject` is the tensor or key with
+/// the value; it is empty if the file as a whole is meant.
 pub(crate) fn unexpected(
     file: &Path,
     subject: &str,

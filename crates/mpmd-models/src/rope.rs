@@ -9,69 +9,70 @@ use mpmd::candle::nn::rotary_emb::rope_thd;
 use mpmd::candle::{Device, Result, Tensor};
 use mpmd_base::block::Mutex;
 
-/// The rotary embedding of a model: the frequencies by which pairs of elements rotate.
+/// A rotary position embedding: the angular frequency of each pair of elements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Base of the frequencies: pair `i` has the frequency `theta^(-2i/dim)`.
+    /// Base of the frequencies. Without scaling, pair `i` has the frequency `theta^(-2i/dim)`.
     pub theta: f64,
-    /// Number of elements at the start of a head that rotate. An odd number is rounded up.
+    /// Number of elements at the start of a head that are rotated. An odd number is rounded up.
     pub dim: usize,
-    /// The change of these frequencies.
+    /// The change of the frequencies for longer contexts.
     pub scaling: Scaling,
 }
 
-/// A change of the frequencies of a rotary embedding, for longer contexts.
+/// A change of a rotary embedding's frequencies, for contexts longer than the original one.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
-    /// None.
+    /// Frequencies stay unchanged.
     Default,
     /// Divides each frequency by a factor.
     Linear {
         /// The divisor of the frequencies, usually 1 or more.
         factor: f64,
     },
-    /// Divides low frequencies by a factor, keeps high ones, and interpolates between: the scaling
-    /// of Llama 3.1, from the function `apply_scaling` in Meta's published model code.
+    /// Divides low frequencies by a factor, keeps high ones, and interpolates between them. This is
+    /// the scaling of Llama 3.1, as in the function `apply_scaling` of Meta's published model code.
     Llama3 {
         /// The divisor of the frequencies, usually 1 or more.
         factor: f64,
-        /// Frequencies with at most this number of turns in the original context are divided.
+        /// Number of turns within the original context. Frequencies with fewer turns are divided.
         low_freq_factor: f64,
-        /// Frequencies with at least this number of turns in the original context are kept.
+        /// Number of turns within the original context. Frequencies with more turns are kept.
         high_freq_factor: f64,
         /// Length of the original context, in tokens.
         original_max_position_embeddings: usize,
     },
-    /// Divides low frequencies by a factor, keeps high ones, and interpolates between by the index
-    /// of the pair (Peng et al., 2023).
+    /// Divides low frequencies by a factor, keeps high ones, and interpolates between them by the
+    /// index of the pair (Peng et al., 2023).
     Yarn {
         /// The divisor of the frequencies, usually 1 or more.
         factor: f64,
         /// Length of the original context, in tokens.
         original: usize,
-        /// Factor of cosines and sines.
+        /// Factor of the cosines and sines.
         amplitude: f64,
-        /// Number of turns in the original context from which frequencies are kept.
+        /// Number of turns within the original context. Frequencies with more turns are kept.
         fast: f64,
-        /// Number of turns in the original context up to which they are divided.
+        /// Number of turns within the original context. Frequencies with fewer turns are divided.
         slow: f64,
-        /// True if the indices of both borders are rounded outwards.
+        /// True if the bounds of the interpolation are rounded outwards to whole pair indices.
         truncate: bool,
     },
-    /// Divides each frequency by a factor of its own (Ding et al., 2024).
+    /// Divides the frequency of each pair by a factor of its own (Ding et al., 2024).
     LongRope {
-        /// The divisors for sequences up to the original context.
+        /// The divisors for sequences no longer than the original context.
         short: Vec<f64>,
         /// The divisors for longer sequences.
         long: Vec<f64>,
         /// Length of the original context, in tokens.
         original: usize,
-        /// Factor of cosines and sines.
+        /// Factor of the cosines and sines.
         amplitude: f64,
     },
-    /// Raises `theta` with the length of a sequence that is longer than the original context.
+    /// Raises `theta` for sequences longer than the original context. The longer the sequence, the
+    /// larger `theta`.
     Dynamic {
-        /// The growth of `theta` with the length.
+        /// Factor by which `theta` grows with the length; see [`Rope::frequencies`].
         factor: f64,
         /// Length of the original context, in tokens.
         original: usize,
@@ -79,13 +80,13 @@ pub enum Scaling {
 }
 
 impl Rope {
-    /// Returns the number of pairs of a head's elements that rotate.
+    /// Returns the number of element pairs of a head that are rotated.
     pub fn pairs(&self) -> usize {
         self.dim.div_ceil(2)
     }
 
-    /// Returns the angle by which each pair rotates from one position to the next, in radians.
-    /// `length` is the length of the whole sequence.
+    /// Returns for each pair the angle between two neighbouring positions, in radians. `length` is
+    /// the length of the whole sequence.
     ///
     /// Frequencies are rounded to f32 before and after the scaling, as in `transformers`.
     pub fn frequencies(&self, length: usize) -> Vec<f32> {
@@ -111,7 +112,8 @@ impl Rope {
         (0..self.pairs()).map(frequency).collect()
     }
 
-    /// Returns the frequency of a pair under [`Scaling::Yarn`].
+    /// Returns the frequency of pair `pair` under [`Scaling::Yarn`]. `frequency` is the unscaled
+    /// one.
     fn yarn(&self, pair: usize, frequency: f32) -> f32 {
         let Scaling::Yarn {
             factor,
@@ -146,7 +148,8 @@ impl Rope {
         frequency / factor as f32 * (1.0 - kept) + frequency * kept
     }
 
-    /// True if the frequencies of a sequence of this length are others than those of a short one.
+    /// True if a sequence of this length is beyond the original context, and has other frequencies
+    /// than a short one.
     fn is_long(&self, length: usize) -> bool {
         match self.scaling {
             Scaling::LongRope { original, .. } | Scaling::Dynamic { original, .. } => {
@@ -156,8 +159,8 @@ impl Rope {
         }
     }
 
-    /// Returns the most tokens of a sequence, where a config has `positions`. These count before a
-    /// linear or a dynamic scaling, and usually after the others.
+    /// Returns the largest number of tokens in a sequence. `positions` is the number in the config;
+    /// a linear or dynamic scaling multiplies it, and [`Scaling::Yarn`] may raise it.
     pub(crate) fn positions(&self, positions: usize) -> usize {
         let scaled = |positions: usize, factor: f64| (positions as f64 * factor.max(1.0)) as usize;
         match self.scaling {
@@ -191,7 +194,7 @@ impl fmt::Display for Scaling {
 }
 
 impl Scaling {
-    /// Returns a frequency under a scaling that depends on it alone.
+    /// Returns the scaled frequency, for scalings that need only the frequency itself.
     fn apply(&self, frequency: f64) -> f64 {
         match *self {
             Self::Linear { factor } => frequency / factor,
@@ -215,7 +218,7 @@ impl Scaling {
         }
     }
 
-    /// Returns the factor of cosines and sines.
+    /// Returns the factor of the cosines and sines.
     fn amplitude(&self) -> f32 {
         match self {
             Self::Yarn { amplitude, .. } | Self::LongRope { amplitude, .. } => *amplitude as f32,
@@ -224,20 +227,21 @@ impl Scaling {
     }
 }
 
-/// The cosines and sines of the angles at the first positions, `[positions, pairs]` each. Clones
-/// share them.
+/// Tables of the cosines and sines of all angles, `[positions, pairs]` each. Clones share the
+/// tables.
 #[derive(Clone, Debug)]
 pub struct RopeAngles {
     rope: Rope,
-    /// Those of short sequences, or of all.
+    /// The cosines and sines: for short sequences, or of a fixed table for all sequences.
     tables: [Tensor; 2],
-    /// Copies of the tables on other devices.
+    /// Copies of the tables on other devices than the first.
     copies: Arc<Mutex<Vec<[Tensor; 2]>>>,
     is_fixed: bool,
 }
 
 impl RopeAngles {
-    /// Computes the angles of `positions` positions.
+    /// Creates tables for `positions` positions. Sequences beyond the original context get their
+    /// own angles if the scaling depends on the length.
     ///
     /// # Errors
     ///
@@ -252,8 +256,8 @@ impl RopeAngles {
         })
     }
 
-    /// Computes the angles of `positions` positions as for a sequence of that length. Shorter
-    /// sequences get the same angles, so those of a sequence that grows stay the same.
+    /// Creates tables for `positions` positions, with the frequencies of a sequence of that length.
+    /// Shorter sequences use the same angles, so they do not change while a sequence grows.
     ///
     /// # Errors
     ///
@@ -280,7 +284,8 @@ impl RopeAngles {
         )
     }
 
-    /// Computes the angles of packed sequences `[batch, time, pairs]`, each for its own length.
+    /// Computes the cosines and sines of packed sequences, `[batch, time, pairs]`. Each sequence
+    /// has the frequencies of its own length.
     fn packed(rope: &Rope, starts: &Tensor) -> Result<[Tensor; 2]> {
         let (batch, time) = starts.dims2()?;
         let starts = starts.to_vec2::<u32>()?;
@@ -300,7 +305,7 @@ impl RopeAngles {
         )
     }
 
-    /// Returns the tables on a device. They are copied there once.
+    /// Returns the tables on a device. The first call for a device copies them.
     fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
         let is_there = |tables: &&[Tensor; 2]| tables[0].device().same_device(device);
         let mut copies = self.copies.lock();
@@ -313,11 +318,11 @@ impl RopeAngles {
         Ok(tables)
     }
 
-    /// Returns the rotation of the tokens of a pass, on a device.
+    /// Returns the rotations of the tokens at `places`, on a device.
     ///
     /// # Errors
     ///
-    /// If there are more positions than angles.
+    /// If there are more positions than the tables have.
     pub fn rotation(&self, places: RopePlaces<'_>, device: &Device) -> Result<RopeRotation> {
         let is_long = |time| !self.is_fixed && self.rope.is_long(time);
         let moved = |[cos, sin]: [Tensor; 2]| -> Result<_> {
@@ -347,14 +352,14 @@ impl RopeAngles {
     }
 }
 
-/// Returns the angles at a position. Each is rounded to f32, as in `transformers`.
+/// Returns the angle of each pair at a position. Each is rounded to f32, as in `transformers`.
 fn angles_at(position: usize, frequencies: &[f32]) -> impl Iterator<Item = f32> {
     frequencies
         .iter()
         .map(move |frequency| position as f32 * frequency)
 }
 
-/// Returns the cosines and sines of angles.
+/// Returns tensors with the cosines and sines of angles, multiplied by `amplitude`.
 fn waves(angles: &[f32], amplitude: f32, shape: &[usize]) -> Result<[Tensor; 2]> {
     let table = |wave: fn(f64) -> f64| {
         let values = angles
@@ -365,34 +370,34 @@ fn waves(angles: &[f32], amplitude: f32, shape: &[usize]) -> Result<[Tensor; 2]>
     Ok([table(f64::cos)?, table(f64::sin)?])
 }
 
-/// The places of the tokens of a pass in their sequences.
+/// The positions of tokens in their sequences.
 #[derive(Clone, Copy, Debug)]
 pub enum RopePlaces<'a> {
-    /// The first tokens of a sequence in each row: so many.
+    /// One sequence in each row, from position 0 on. Has the number of tokens in a row.
     Whole(usize),
     /// Several sequences in each row. The tensor has the column at which each token's sequence
     /// starts, `[batch, time]` of `u32`.
     Packed(&'a Tensor),
-    /// The positions of the tokens of one row, `[time]` of `u32`.
+    /// A single row of tokens. The tensor has their positions, `[time]` of `u32`.
     At(&'a Tensor),
 }
 
-/// The rotation of the tokens of a pass.
+/// The cosines and sines that rotate the tokens of a pass.
 #[derive(Clone, Debug)]
 pub struct RopeRotation {
-    /// `[time, pairs]` or `[batch, time, pairs]`, as `sin`.
+    /// Cosines, `[time, pairs]` or `[batch, time, pairs]`. `sin` has the same shape.
     cos: Tensor,
     sin: Tensor,
-    /// Number of elements of a head that rotate.
+    /// Number of elements of a head that are rotated.
     dim: usize,
 }
 
 impl RopeRotation {
-    /// Rotates heads `[batch, time, heads, head_dim]`.
+    /// Returns `heads`, `[batch, time, heads, head_dim]`, after rotation by the tokens' positions.
     ///
     /// # Errors
     ///
-    /// If they have more tokens than the pass.
+    /// If `heads` has more tokens than the rotation.
     pub fn rotate(&self, heads: &Tensor) -> Result<Tensor> {
         let (_, _, _, head_dim) = heads.dims4()?;
         if self.dim == head_dim {

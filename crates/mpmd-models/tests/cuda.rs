@@ -19,7 +19,7 @@ use mpmd_models::{Sampling, Stages, trainer};
 use folders::{expected, open};
 use given::{Given, args, set_lora};
 
-/// Folders of families without experts, with all kinds of their parts.
+/// Test folders of families without experts. Together they have all other parts of a decoder.
 const DENSE: [&str; 8] = [
     "plain",
     "llama3",
@@ -30,7 +30,7 @@ const DENSE: [&str; 8] = [
     "gpt2",
     "stablelm",
 ];
-/// Steps of a training: the driver in software is slow.
+/// Number of training steps. It is small since the CUDA driver in software is slow.
 const STEPS: u64 = 3;
 
 /// Runs a program on two CUDA devices, one for each of two stages.
@@ -154,7 +154,7 @@ fn tokens_of_cuda_devices_equal_those_of_transformers() {
     );
 }
 
-/// Returns what the line at the start of a generation says, with `devices` devices for a stage.
+/// Returns the line with the devices that a generator reports, with `devices` devices for a stage.
 fn computed_by(name: &str, devices: usize) -> Option<String> {
     let folder = open(name);
     let builder = Program::builder()

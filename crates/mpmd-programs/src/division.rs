@@ -34,7 +34,7 @@ pub(crate) struct DivisionArgs {
 }
 
 impl DivisionArgs {
-    /// Returns the number of stages.
+    /// Returns the number of stages that the arguments request.
     pub(crate) fn stages(&self) -> usize {
         if self.cut.is_empty() {
             self.stages
@@ -43,7 +43,7 @@ impl DivisionArgs {
         }
     }
 
-    /// Returns the division of a model with these arguments.
+    /// Returns the division that the arguments request.
     pub(crate) fn division(&self) -> Division {
         Division {
             layers: self.cut.clone(),
@@ -53,7 +53,8 @@ impl DivisionArgs {
         }
     }
 
-    /// Divides a model, which needs this memory.
+    /// Divides a model over stages and devices. `held` is the memory that its parameters and layers
+    /// take.
     ///
     /// # Errors
     ///
@@ -63,7 +64,7 @@ impl DivisionArgs {
     }
 }
 
-/// Names the option at fault as users write it.
+/// Returns the error with the option at fault named as users write it.
 pub(crate) fn named(error: DivisionError) -> anyhow::Error {
     match error {
         DivisionError::Setting(invalid) => named_option(&invalid),
@@ -72,7 +73,7 @@ pub(crate) fn named(error: DivisionError) -> anyhow::Error {
     }
 }
 
-/// Returns the error for a setting that an option of the same name gives.
+/// Returns the error for an invalid setting that users give by an option.
 pub(crate) fn named_option(invalid: &InvalidSetting) -> anyhow::Error {
     let InvalidSetting {
         setting,

@@ -8,7 +8,7 @@ use mpmd::job::at_least;
 use mpmd_base::parse_bytes;
 use mpmd_serve::{Engine, Front, FrontError, FrontSettings, QueueLimits};
 
-/// The front of a server and the engine behind it, on process 0.
+/// The two ends of the queue of requests, on process 0: the HTTP front and the engine.
 pub(crate) struct ServerEnds {
     pub(crate) front: Front,
     pub(crate) engine: Engine,
@@ -67,7 +67,8 @@ pub(crate) struct FrontArgs {
 }
 
 impl FrontArgs {
-    /// Returns the settings of the front. The sentence about the model is for everyone.
+    /// Returns the settings of the front. `description` is a sentence about the model that all
+    /// clients can see.
     pub(crate) fn settings(&self, description: Option<&str>) -> FrontSettings {
         FrontSettings {
             host: self.host.clone(),
@@ -89,7 +90,7 @@ impl FrontArgs {
     }
 }
 
-/// Names the option at fault as users write it, and the remedy.
+/// Returns the error with the option at fault named as users write it, and what to do.
 pub(crate) fn named(error: FrontError) -> anyhow::Error {
     match error {
         FrontError::Host { host, why } => anyhow!("--host {host}: {why}"),
@@ -120,7 +121,7 @@ pub(crate) fn named(error: FrontError) -> anyhow::Error {
     }
 }
 
-/// Writes the name of the setting with which a message begins as that of the option.
+/// Replaces the setting's name at the start of a message by the name of its option.
 fn as_option(setting: &str, message: &str) -> String {
     match message.strip_prefix(setting) {
         Some(rest) => format!("--{}{rest}", setting.replace('_', "-")),

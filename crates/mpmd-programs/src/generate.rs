@@ -123,11 +123,11 @@ struct GenerateArgs {
 }
 
 impl GenerateArgs {
-    /// Returns how tokens are chosen: as the arguments say, else as the folder does.
+    /// Returns the settings for choosing tokens: from the arguments, or else from the folder.
     ///
     /// # Errors
     ///
-    /// As for [`Sampling::of`]. If an argument is out of its range, or would do nothing.
+    /// As for [`Sampling::of`]. If an argument is out of range, or would have no effect.
     fn sampling(&self, folder: &Folder) -> anyhow::Result<Sampling> {
         let own = Sampling::of(folder)?;
         let sampling = Sampling {
@@ -154,8 +154,8 @@ impl GenerateArgs {
         Ok(sampling)
     }
 
-    /// Divides a model. Its rotary angles cover `positions` tokens, and its caches hold `room`
-    /// tokens.
+    /// Divides a model over stages and devices. Sequences have up to `positions` tokens. `room` is
+    /// the number of tokens in the caches, for the memory.
     fn divided(
         &self,
         folder: &Folder,
@@ -167,7 +167,7 @@ impl GenerateArgs {
         cut.divide(Stages::new(folder, cut.stages(), positions)?, held)
     }
 
-    /// Returns the tokens of the prompt.
+    /// Returns the tokens of the prompt that the arguments give.
     fn prompt(&self, folder: &Folder, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         let ids = if let Some(ids) = &self.prompt_ids {
             let rows = folder.config().vocab_size;
@@ -189,26 +189,27 @@ impl GenerateArgs {
     }
 }
 
-/// Reads the number of a token.
+/// Reads a token number of `--prompt-ids`.
 fn token(text: &str) -> Result<u32, std::num::ParseIntError> {
     text.trim().parse()
 }
 
-/// The line of `--json`.
+/// The line of JSON that `--json` prints.
 #[derive(Serialize)]
 struct Generated<'a> {
     tokens: &'a [u32],
     text: &'a str,
 }
 
-/// Generates text, which process 0 prints to stdout as it comes, or as one line of JSON. On a
-/// terminal, control characters of the text are escaped. Checks the folder before a process is
-/// started. Process 0 alone needs the tokenizer.
+/// Generates text. Process 0 prints it to stdout while it grows, or as one line of JSON. On a
+/// terminal, control characters of the text are escaped.
+///
+/// Checks the folder before any process is started. Only process 0 needs the tokenizer in the job.
 ///
 /// # Errors
 ///
-/// If the folder or its tokenizer is invalid, the prompt and the new tokens are more than the model
-/// has positions, or the job could not be started.
+/// If the folder or its tokenizer is invalid, or the job could not be started. If the prompt and
+/// the new tokens together are more than the model's positions.
 fn run(
     folder: &Folder,
     args: &GenerateArgs,
@@ -248,7 +249,7 @@ fn run(
     })
 }
 
-/// A generation, as all processes of its job run it.
+/// A generation job: the same on all of its processes.
 struct Generation<'a> {
     folder: &'a Folder,
     args: &'a GenerateArgs,
@@ -298,11 +299,12 @@ impl Generation<'_> {
         Ok(())
     }
 
-    /// Returns the number of tokens that the sequence may have.
+    /// Returns the number of tokens that the sequence may have. `prompt` is the number of tokens in
+    /// the prompt.
     ///
     /// # Errors
     ///
-    /// If the model has fewer, or the arguments say fewer than are needed.
+    /// If the model has fewer positions, or `--max-len` is less than needed.
     fn positions(&self, prompt: usize) -> anyhow::Result<usize> {
         let needed = prompt + self.args.tokens;
         let positions = self.args.max_len.unwrap_or(needed);
@@ -321,20 +323,20 @@ impl Generation<'_> {
     }
 }
 
-/// The form in which the new text is printed.
+/// The form in which the program prints the generated text.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum PrintForm {
     /// One line of JSON at the end.
     Json,
-    /// As it comes, with control characters escaped: the text of a model could command the
+    /// The text while it grows, with control characters escaped, since they could command the
     /// terminal.
     Terminal,
-    /// As it comes, byte by byte, for a file or another program.
+    /// The text while it grows, unchanged, for a file or another program.
     Bytes,
 }
 
 impl PrintForm {
-    /// Returns the form of `part` to print while the text is being generated: empty for JSON.
+    /// Returns `part` as it is printed during generation. Empty for JSON.
     fn shown(self, part: &str) -> Cow<'_, str> {
         match self {
             Self::Json => Cow::Borrowed(""),
@@ -344,7 +346,7 @@ impl PrintForm {
     }
 }
 
-/// The text of the new tokens, which is printed as it comes.
+/// Prints the text of the new tokens while it grows.
 struct PrintedText {
     text: TextStream,
     form: PrintForm,
@@ -363,7 +365,7 @@ impl PrintedText {
         }
     }
 
-    /// Prints the text that a further token adds. Returns true once the text has a stop text.
+    /// Prints the text that a new token adds. Returns true once a stop text has ended the text.
     fn next(&mut self, token: u32) -> Result<bool> {
         let more = self.text.push(token)?;
         print!("{}", self.form.shown(more));
@@ -372,7 +374,7 @@ impl PrintedText {
         Ok(self.text.is_stopped())
     }
 
-    /// Prints the rest, or the line of JSON.
+    /// Prints the rest of the text, or the line of JSON.
     fn end(mut self, tokens: &[u32]) -> anyhow::Result<()> {
         let rest = self.text.end()?;
         match self.form {
@@ -383,8 +385,8 @@ impl PrintedText {
     }
 }
 
-/// Returns the line of `--json`. JSON escapes some control characters by itself, and its values
-/// stay if the others are escaped, too.
+/// Returns the line of JSON for `--json`. Escapes control characters that JSON allows unescaped;
+/// this does not change the values.
 fn json_line(tokens: &[u32], text: &str) -> serde_json::Result<String> {
     let line = serde_json::to_string(&Generated { tokens, text })?;
     Ok(printable(&line).into_owned())

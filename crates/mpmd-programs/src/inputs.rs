@@ -12,7 +12,7 @@ use mpmd::train::tensors::file_note;
 use mpmd::{Error, Fact, Result};
 use mpmd_models::{CHANGED, Folder, tokenizer};
 
-/// Returns the arguments of a job whose processes compare a folder and files.
+/// Returns `job` with a comparison of a folder and files between its processes.
 pub(crate) fn compared(job: &JobArgs, folder: &Folder, files: &[&InputFiles]) -> JobArgs {
     let of_folder = folder.clone();
     let job = job.clone().input(move || of_folder.facts());
@@ -22,9 +22,11 @@ pub(crate) fn compared(job: &JobArgs, folder: &Folder, files: &[&InputFiles]) ->
     })
 }
 
-/// Checks the tokenizer of a folder, and that texts, which are files or folders, and other files
-/// can be opened. Reads no text. Does nothing in a process that a launcher has started: only
-/// process 0 reads them, perhaps on another host, and all processes get its error.
+/// Checks that the tokenizer of a folder is valid, and that `texts` and `files` can be opened.
+/// Texts may be folders. Reads no text.
+///
+/// Does nothing in a process that a launcher has started. There only process 0 reads the files, and
+/// all processes get its error.
 ///
 /// # Errors
 ///
@@ -51,17 +53,17 @@ pub(crate) fn check_inputs(
     Ok(())
 }
 
-/// Files that a program reads on process 0, such as a text to train on.
+/// Files that only process 0 reads, such as a text to train on.
 #[derive(Clone, Debug)]
 pub(crate) struct InputFiles {
     option: &'static str,
     paths: Vec<PathBuf>,
-    /// The hash when the processes were compared.
+    /// The hash of the files when the processes compared them. `None` if they could not be read.
     known: Arc<OnceLock<Option<u64>>>,
 }
 
 impl InputFiles {
-    /// Creates the files of an option.
+    /// Creates the input files that were given by `option`.
     pub(crate) fn new(option: &'static str, paths: &[PathBuf]) -> Self {
         Self {
             option,
@@ -74,8 +76,8 @@ impl InputFiles {
         &self.paths
     }
 
-    /// Returns the fact about their present content. A process that cannot read them does not know
-    /// it. `None` if there are no files.
+    /// Returns the hash of the files as a fact for comparison. The fact has no value if this
+    /// process cannot read the files. `None` if there are no files.
     pub(crate) fn fact(&self) -> Option<Fact> {
         let first = self.paths.first()?;
         let hash = hash_files(&self.paths).ok();
@@ -91,11 +93,12 @@ impl InputFiles {
         })
     }
 
-    /// Checks that the files are as they were when the processes were compared, if they were.
+    /// Returns an error if the files have changed since the processes compared them. Without a
+    /// comparison there is no error.
     ///
     /// # Errors
     ///
-    /// If they are not.
+    /// If a file has changed or cannot be read.
     pub(crate) fn check(&self) -> Result<()> {
         let Some(Some(known)) = self.known.get() else {
             return Ok(());

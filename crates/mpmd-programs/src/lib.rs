@@ -21,7 +21,7 @@ use std::process::ExitCode;
 
 use mpmd::job::say;
 
-/// Returns the exit code of a program, and prints its error to stderr.
+/// Returns the exit code of a program's result. Prints an error to stderr.
 pub fn exit_code(result: anyhow::Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|error| {
         say(&format!("error: {error:#}"));

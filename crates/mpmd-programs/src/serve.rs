@@ -22,13 +22,13 @@ use crate::front::{self, FrontArgs, ServerEnds};
 use crate::weight_type::WeightTypeArg;
 use crate::weights::SubscribeArgs;
 
-/// The folder of the demonstration model. It is not part of the program.
+/// The folder of the demonstration model in the sources. It is not part of the binary.
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/mpmd-demo");
 const ABOUT: &str = "mpmd-demo is a tiny demonstration model, trained on the guide of mpmd. It \
                      only shows that serving works; --model DIR serves another.";
-/// Most positions of a sequence, where nothing else is said.
+/// Largest default of `--max-len`, in tokens.
 const POSITIONS: usize = 4096;
-/// Memory for keys and values, where nothing else is said.
+/// Default limit on a device's memory for keys and values, in bytes.
 const CACHE: u64 = 1 << 30;
 
 /// Serve a model from a folder of a model hub, as a pipeline, with the HTTP interface of OpenAI
@@ -49,7 +49,7 @@ pub struct Serve {
     front: FrontArgs,
 }
 
-/// Serves a model until the server is drained. Returns the exit code of the job.
+/// Runs a server until it is drained. Returns the exit code of the job.
 ///
 /// # Errors
 ///
@@ -64,11 +64,11 @@ pub fn serve(args: &Serve) -> anyhow::Result<ExitCode> {
     run(&folder, args, &settings)
 }
 
-/// Returns the folder of the demonstration model.
+/// Returns the folder of the demonstration model in the sources.
 ///
 /// # Errors
 ///
-/// If the sources that this program was built from are gone.
+/// If the sources from which this program was built are gone.
 fn demo() -> anyhow::Result<&'static Path> {
     let folder = Path::new(DEMO);
     ensure!(
@@ -120,12 +120,13 @@ struct ServeArgs {
 }
 
 impl ServeArgs {
-    /// True if the weights may change while the server runs.
+    /// True if the server may get new weights while it runs.
     fn changes_weights(&self, settings: &FrontSettings) -> bool {
         self.subscribe.subscribe.is_some() || !settings.weight_folders.is_empty()
     }
 
-    /// Returns the sizes for a model. A block takes `block` bytes on a device.
+    /// Returns the sizes of the scheduler for a model. `block` is the number of bytes that a cache
+    /// block takes on a device.
     fn sizes(&self, folder: &Folder, stages: usize, block: u64) -> anyhow::Result<SchedulerSizes> {
         let most = folder.config().positions();
         let positions = self.max_len.unwrap_or(most.min(POSITIONS));
@@ -155,7 +156,7 @@ impl ServeArgs {
     }
 }
 
-/// Checks the folder and the arguments, and serves. Processes start only behind the checks.
+/// Checks the folder and the arguments, then starts the processes and serves.
 fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Result<ExitCode> {
     let Serve {
         serving: options,
@@ -218,7 +219,7 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
     code
 }
 
-/// A server, as all processes of its job run it.
+/// A server job: the same on all of its processes.
 struct JobServer<'a> {
     folder: &'a Folder,
     options: &'a ServeArgs,
@@ -273,8 +274,9 @@ impl<'a> JobServer<'a> {
         Ok(devices)
     }
 
-    /// Starts the front on process 0: clients can ask for the state of the server before the
-    /// processes of the job meet. It stays from epoch to epoch of a job that recovers.
+    /// Starts the front on process 0, before the processes of the job meet, so that clients can
+    /// already ask for the server's state. The front stays the same in all epochs of a job that
+    /// recovers. Returns `None` on other processes.
     fn start(&self, part: JobPart, name: Option<String>) -> anyhow::Result<Option<ServerEnds>> {
         match part {
             JobPart::First => Ok(Some(self.listen(name)?)),
@@ -293,7 +295,7 @@ impl<'a> JobServer<'a> {
         }
     }
 
-    /// Starts the front, and returns it with the engine behind it.
+    /// Starts the front, and returns it with its engine.
     fn listen(&self, name: Option<String>) -> anyhow::Result<ServerEnds> {
         let (queue, arrivals) = queue(self.settings.waiting);
         let model = Model::of(self.folder, name, self.sizes.positions)?;
@@ -313,8 +315,8 @@ impl<'a> JobServer<'a> {
         Ok(ServerEnds { front, engine })
     }
 
-    /// Serves in an epoch of the job: process 0 answers clients, the others issue the same passes.
-    /// Fails if process 0 is not the process that has the front.
+    /// Serves in one epoch of the job. Process 0 answers clients; the others issue the same passes.
+    /// Fails if process 0 is a replacement that has no front.
     fn run(&self, p: &mut Program, own: &Mutex<Option<ServerEnds>>) -> anyhow::Result<()> {
         // A launcher passes the signal on to all processes. The front of process 0 drains; the
         // others stay until it has.
@@ -349,7 +351,7 @@ impl<'a> JobServer<'a> {
         Ok(result?)
     }
 
-    /// Loads the weights, and prints the devices that compute.
+    /// Issues the loading of the weights. Process 0 prints the devices that compute.
     fn inference(&self, p: &mut Program) -> anyhow::Result<Inference> {
         let in_half = self.options.dtype.is_half();
         let mut inference = self
@@ -366,7 +368,7 @@ impl<'a> JobServer<'a> {
     }
 }
 
-/// Returns the room for sequences of these sizes.
+/// Returns the capacity of the caches for these sizes.
 fn room(sizes: &SchedulerSizes) -> Room {
     Room {
         blocks: sizes.blocks,
@@ -374,7 +376,8 @@ fn room(sizes: &SchedulerSizes) -> Room {
     }
 }
 
-/// Lets signals drain the server from now on.
+/// Drains the server at SIGTERM and SIGINT from now on. Does nothing on processes without the
+/// front.
 fn catch_signals(own: &Mutex<Option<ServerEnds>>) -> mpmd::Result<()> {
     let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(own) = own.as_mut() else {
@@ -385,7 +388,7 @@ fn catch_signals(own: &Mutex<Option<ServerEnds>>) -> mpmd::Result<()> {
         .map_err(|why| Error::Environment(format!("SIGTERM: {why}")))
 }
 
-/// Returns the ids of the options that process 0 alone uses.
+/// Returns the ids of options that only process 0 uses, so they may differ between processes.
 fn of_front() -> Vec<String> {
     let command = FrontArgs::augment_args(Command::new("front"));
     let ids = command

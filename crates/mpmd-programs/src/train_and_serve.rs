@@ -33,11 +33,11 @@ use crate::division::DivisionArgs;
 use crate::front::{self, FrontArgs, ServerEnds};
 use crate::weights::PUBLICATION;
 
-/// Tokens of a prompt and its reply.
+/// Largest number of tokens of a prompt and its reply together.
 const POSITIONS: usize = 512;
-/// Steps of `mpmd check`, which has no server to decide on them.
+/// Number of steps in `mpmd check`, which has no server to decide on them.
 const STEPS_OF_DRY_RUN: u64 = 4;
-/// Requests that are answered at a time.
+/// Number of requests that are answered at the same time.
 const SEQUENCES: usize = 8;
 
 /// Train a model on texts and serve it at the same time
@@ -73,20 +73,20 @@ pub struct TrainAndServe {
     front: FrontArgs,
 }
 
-/// The training, on the devices that do not serve.
+/// The training part of the program, on the devices that do not serve.
 struct ServedTraining<'a> {
     args: &'a TrainAndServe,
     schedule: &'a Schedule,
     meshes: Vec<Mesh>,
     data: Windows,
     trainer: Trainer<MpmdArray>,
-    /// The last step, on process 0 until it has ended.
+    /// The last step, until it has ended. Read on process 0 only.
     last: Option<StepHandle>,
-    /// The reason why there is no further step.
+    /// The error that ended the training. The server continues after it.
     spoiled: Option<Error>,
 }
 
-/// The stages of a model for both uses.
+/// The model divided twice: for serving and for training.
 struct DividedStages {
     serving: Stages,
     training: Stages,
@@ -94,7 +94,7 @@ struct DividedStages {
     schedule: Schedule,
 }
 
-/// Trains a model and serves it until the server is drained. Returns the exit code of the job.
+/// Trains a model while serving it, until the server is drained. Returns the exit code of the job.
 ///
 /// # Errors
 ///
@@ -158,8 +158,8 @@ impl DividedStages {
     }
 }
 
-/// Starts the server's front, which puts requests in a queue. Until the engine takes them, it
-/// answers that the server is starting.
+/// Starts the front, and returns it with its engine. Until the engine takes requests, replies say
+/// that the server is starting.
 fn listen(
     args: &TrainAndServe,
     folder: &Folder,
@@ -174,7 +174,7 @@ fn listen(
     Ok(ServerEnds { front, engine })
 }
 
-/// Runs the training and the server on one process of the job.
+/// Runs training and serving on one process of the job.
 fn program(
     p: &mut Program,
     args: &TrainAndServe,
@@ -252,7 +252,7 @@ fn program(
     training.spoiled.map_or(Ok(()), |why| Err(why.into()))
 }
 
-/// Returns a secret of process 0 on every process.
+/// Creates a random secret on process 0, and returns it on every process.
 fn share_token(p: &mut Program) -> anyhow::Result<Token> {
     let none = Token::new([0; 32]).to_hex();
     let token = p.broadcast_value(ProcessId(0), none, || {
@@ -263,7 +263,7 @@ fn share_token(p: &mut Program) -> anyhow::Result<Token> {
 }
 
 impl<'a> ServedTraining<'a> {
-    /// Issues the reading of the texts and of the weights.
+    /// Creates the training. Reads the texts, and issues the loading of the weights.
     fn new(
         p: &mut Program,
         args: &'a TrainAndServe,
@@ -287,7 +287,8 @@ impl<'a> ServedTraining<'a> {
         })
     }
 
-    /// Reads the report of the last step, if it has ended.
+    /// Prints the loss of the last step if it has ended. If it failed, records the error and ends
+    /// the training.
     fn read_ended(&mut self) -> anyhow::Result<()> {
         let Some(ended) = self.last.take_if(|last| last.is_complete()) else {
             return Ok(());
@@ -306,14 +307,14 @@ impl<'a> ServedTraining<'a> {
         Ok(())
     }
 
-    /// True if the next step can be issued.
+    /// True if no step is running and a further step is due.
     fn is_next(&self) -> bool {
         let is_done = self.spoiled.is_some() || self.trainer.steps() >= self.args.steps as u64;
         self.last.is_none() && !is_done
     }
 
-    /// Issues a step, and publishes its weights if it is time. The end of the step wakes the
-    /// server's engine.
+    /// Issues a training step, and publishes its weights if they are due. When the step ends, it
+    /// wakes the engine.
     fn step(
         &mut self,
         p: &mut Program,

@@ -13,7 +13,7 @@ pub enum WeightTypeArg {
 }
 
 impl WeightTypeArg {
-    /// True if matrices have half of the bytes.
+    /// True if matrices are held in bf16.
     pub(crate) fn is_half(self) -> bool {
         self == Self::Bf16
     }
@@ -28,15 +28,15 @@ impl From<WeightTypeArg> for WeightType {
     }
 }
 
-/// The numbers that a model computes with.
+/// The dtype in which a model computes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum ComputeArg {
     /// Those of its weights.
     #[default]
     F32,
-    /// bf16, which has the range of f32 and 8 bits.
+    /// bf16, which has the range of f32 and 8 bits of precision.
     Bf16,
-    /// f16, which has 11 bits; gradients below 6e-8 are lost.
+    /// f16, which has 11 bits of precision; gradients below 3e-8 become 0 in the computation.
     F16,
 }
 

@@ -10,7 +10,7 @@ use mpmd::weights::{Publication, Subscribing};
 
 use crate::weight_type::WeightTypeArg;
 
-/// The name of the publication of a model's weights.
+/// The name under which a training publishes a model's weights.
 pub(crate) const PUBLICATION: &str = "model";
 
 /// Arguments of a training that publishes its weights.
@@ -51,7 +51,7 @@ pub(crate) struct SubscribeArgs {
 }
 
 impl PublishArgs {
-    /// Returns the settings of the publication, if there is one.
+    /// Returns the settings of the publication. `None` without `--publish`.
     ///
     /// # Errors
     ///
@@ -74,7 +74,7 @@ impl PublishArgs {
 }
 
 impl SubscribeArgs {
-    /// Returns the settings of the subscription, if there is one.
+    /// Returns the settings of the subscription. `None` without `--subscribe`.
     ///
     /// # Errors
     ///

@@ -19,107 +19,107 @@ use crate::queue::{Awaited, Denied, EngineNews, PauseMode, ReplySender, RequestA
 use crate::request::{ReplyEvent, TextRequest, reason};
 use crate::scheduler::{Decision, Scheduler, SchedulerSizes};
 
-/// Longest time between two steps: shorter than any peer timeout, so that a server without requests
-/// is not taken for one that hangs.
+/// Longest time between two steps. Shorter than any peer timeout, so that processes do not take an
+/// idle server for one that hangs.
 const IDLE: Duration = Duration::from_secs(1);
-/// Time between two questions for the times of the stages.
+/// Time between two requests for the times of the stages.
 const TIMES: Duration = Duration::from_secs(1);
-/// Time between two questions whether all processes have read new weights.
+/// Time between two checks whether all processes have read new weights.
 const POLL: Duration = Duration::from_millis(50);
-/// A larger pass is worth its time if its cost per token is at most this share of the next smaller
-/// pass's.
+/// Largest cost per token of a pass, relative to the next smaller pass, at which the larger size
+/// still pays off.
 const WORTH: f64 = 0.9;
 
-/// The next step of all processes.
+/// The next step, which all processes issue.
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) enum ServerStep {
     Pass(Decision),
-    /// New caches, since a pass has failed.
+    /// Replace the caches by empty ones, since a pass has failed.
     Renew,
-    /// Send the times of the stages.
+    /// Send the times of the stages to process 0.
     Times,
-    /// Forget a version of the weights.
+    /// Free the weights of a version.
     Retire(u64),
-    /// Read the weights of a folder as this version.
+    /// Read the weights of the folder at this path as this version.
     Load(String, u64),
-    /// Tell process 0 whether these have been read.
+    /// Tell process 0 whether all processes have read the folder's weights.
     Poll,
-    /// Nothing, since there are no requests.
+    /// Do nothing, since there are no requests.
     Idle,
     End,
 }
 
-/// The requests of a server, on process 0.
+/// The engine of a server, on process 0: takes requests, decides steps, and answers clients.
 pub struct Engine {
     scheduler: Scheduler,
     arrivals: RequestArrivals,
     clients: BTreeMap<u64, ReplySender>,
-    /// The number of the next request.
+    /// The id of the next request.
     next: u64,
-    /// The choices of passes that have not ended.
+    /// The choices of the passes that have not ended, the oldest first.
     open: VecDeque<Choices>,
     sizes: SchedulerSizes,
-    /// False if the size of a pass is yet to be measured.
+    /// True once the number of tokens in a pass is known, and need not be measured.
     has_chunk: bool,
     passes: PassCounts,
-    /// Number of lost processes that were replaced.
+    /// Number of lost processes that the job has replaced.
     recoveries: u64,
     stages: StageTotals,
     times: TimesRequest,
     pause: Option<PauseMode>,
     weights: WeightChanges,
-    /// Why the last call of [`run`](crate::run) failed.
+    /// The reason why the last call of [`run`](crate::run) failed.
     failed: Option<Arc<str>>,
 }
 
-/// Numbers of passes so far.
+/// Counts of passes since the start.
 #[derive(Clone, Copy, Default)]
 struct PassCounts {
     issued: u64,
     failed: u64,
 }
 
-/// The times of the stages.
+/// Totals of the stages' times since the start of the server.
 #[derive(Default)]
 struct StageTotals {
-    /// Since the stages were made, as far as they are known.
+    /// The last known figures of the present stages, since these were created.
     present: Vec<StageFigures>,
-    /// Of the stages before those.
+    /// The sums of the figures of all earlier stages, before recoveries and failed passes.
     earlier: Vec<StageFigures>,
 }
 
-/// The last question for the times of the stages.
+/// The last request for the times of the stages.
 struct TimesRequest {
     asked: Instant,
-    /// The answer, unless it was read.
+    /// The times that will arrive. `None` once they were read.
     answer: Option<PendingTimes>,
 }
 
-/// The changes of the weights.
+/// The state of changes from one version of the weights to the next.
 struct WeightChanges {
-    /// Time for which requests go on with an older version.
+    /// Time for which requests continue with an older version.
     grace: Duration,
-    /// The time when the newest version began.
+    /// The time when the newest version began to compute requests.
     begun: Instant,
-    /// The last value of [`WeightVersions::has_room`] that was set.
+    /// The last value that was passed to [`WeightVersions::set_room`].
     has_room: bool,
     load: Option<FolderLoad>,
     polled: Instant,
-    /// Number of versions that have begun.
+    /// Number of versions that have begun to compute requests.
     versions: u64,
-    /// Number of requests that were computed again on a newer version.
+    /// Number of requests that were moved to a newer version and computed again.
     upgrades: u64,
 }
 
-/// The weights of a folder that a client wants.
+/// The loading of a folder's weights for a client.
 enum FolderLoad {
     Asked(String),
-    /// They are being read as this version.
+    /// All processes read the weights as this version.
     Reading(u64),
 }
 
 impl Engine {
-    /// Creates an engine without requests.
+    /// Creates an engine without requests, which takes them from `arrivals`.
     ///
     /// # Panics
     ///
@@ -154,34 +154,37 @@ impl Engine {
         }
     }
 
-    /// Measures the number of tokens of a pass at the start, in place of that of the sizes: the
-    /// smallest with which a token costs hardly more than with larger ones.
+    /// Sets that the number of tokens in a pass is measured at the start, instead of taken from the
+    /// sizes. The engine takes the smallest size at which a token costs hardly more than at larger
+    /// ones.
     #[must_use]
     pub fn measure_chunk(mut self) -> Self {
         self.has_chunk = false;
         self
     }
 
-    /// Sets the time for which requests go on with an older version of the weights. Then they are
-    /// computed again on the newest, from their tokens so far. By default there is no end.
+    /// Sets the time for which requests continue with an older version of the weights. Afterwards
+    /// they are computed again on the newest version, from their tokens so far. By default there is
+    /// no limit.
     #[must_use]
     pub fn grace(mut self, time: Duration) -> Self {
         self.weights.grace = time;
         self
     }
 
-    /// Returns the way to wake the engine from any thread, for other work of its program: see
-    /// [`Serving::turn`](crate::Serving::turn).
+    /// Returns a handle that wakes the engine from any thread, so that it runs other work of the
+    /// program: see [`Serving::turn`](crate::Serving::turn).
     pub fn waker(&self) -> Waker {
         self.arrivals.waker()
     }
 
-    /// Notes the reason for which the last call of [`run`](crate::run) failed.
+    /// Records the reason why the last call of [`run`](crate::run) failed. [`Engine::end`] tells it
+    /// to clients.
     pub fn fail_with(&mut self, why: &Error) {
         self.failed = Some(format!("the server has failed: {}", reason(why)).into());
     }
 
-    /// Fails the open requests, if there are any, with the reason for which the job has ended.
+    /// Fails all open requests, with the reason given to [`Engine::fail_with`] if there is one.
     pub fn end(mut self) {
         let why = self
             .failed
@@ -199,7 +202,7 @@ impl Engine {
         }
     }
 
-    /// Returns the next step of all processes. Blocks while there is nothing to do, and while
+    /// Returns the next step of all processes. Blocks while there is nothing to compute, and while
     /// enough passes are open.
     pub(crate) fn step(&mut self, inference: &Inference) -> Result<ServerStep> {
         loop {
@@ -231,7 +234,7 @@ impl Engine {
     }
 
     /// Waits for the oldest open pass, and sends its tokens to the clients. Returns the step that
-    /// has to follow.
+    /// must follow, if any.
     fn end_pass(&mut self, choices: &Choices, inference: &Inference) -> Result<Option<ServerStep>> {
         self.arrivals.wait_for(Awaited::Choices);
         let read = inference.read(choices);
@@ -259,17 +262,17 @@ impl Engine {
         Ok(self.must_ask().then_some(ServerStep::Times))
     }
 
-    /// True if it is time to ask for the times of the stages.
+    /// True if the times of the stages should be requested now.
     fn must_ask(&self) -> bool {
         self.times.answer.is_none() && since(self.times.asked) > TIMES
     }
 
-    /// Notes that a pass was issued.
+    /// Records that a pass was issued. `choices` are its results.
     pub(crate) fn pass_issued(&mut self, choices: Choices) {
         self.open.push_back(choices);
     }
 
-    /// Notes that the times of the stages have been asked for.
+    /// Records that the times of the stages were requested.
     pub(crate) fn times_issued(&mut self, times: PendingTimes) {
         self.times = TimesRequest {
             asked: now(),
@@ -278,7 +281,8 @@ impl Engine {
         self.arrivals.wait_for(Awaited::Times);
     }
 
-    /// Decides on the next pass, unless enough are open or the requests are paused.
+    /// Returns the next pass. `None` if enough passes are open, requests are paused, or nothing can
+    /// be computed.
     fn decide(&mut self) -> Option<Decision> {
         let is_frozen = matches!(self.pause, Some(PauseMode::Abort | PauseMode::Keep));
         // One more than there are stages: none waits for a decision.
@@ -293,8 +297,8 @@ impl Engine {
         decision
     }
 
-    /// Blocks until there are news or a time limit is over, since there is nothing to compute.
-    /// Returns false if there are no news for the engine.
+    /// Blocks until the queue has news or a time limit is over. Returns false after the time limit,
+    /// or if only a [`Waker`] was called.
     fn wait(&mut self, versions: &WeightVersions) -> bool {
         self.report();
         if let Some(mode) = self.pause {
@@ -306,8 +310,8 @@ impl Engine {
         has_news && !self.arrivals.is_woken()
     }
 
-    /// Begins a version of the weights that has come, and ends an older one. Returns the step that
-    /// it takes.
+    /// Starts a newly arrived version of the weights, and retires an older one. Returns the step
+    /// for all processes that this needs, if any.
     fn change_weights(&mut self, versions: &WeightVersions) -> Option<ServerStep> {
         let state = versions.state();
         if self.scheduler.old().is_none() && state.newest != self.scheduler.newest() {
@@ -344,8 +348,8 @@ impl Engine {
         None
     }
 
-    /// Begins to load the weights of a folder that a client wants, or ends the loading. Returns the
-    /// step that it takes.
+    /// Starts to load a folder's weights for a client, or reports the result to the client. Returns
+    /// the step for all processes that this needs, if any.
     fn change_load(
         &mut self,
         versions: &WeightVersions,
@@ -378,15 +382,15 @@ impl Engine {
         }
     }
 
-    /// Tells the clients the versions in use.
+    /// Publishes the versions in use to the queue, for clients and metrics.
     fn tell_weights(&self) {
         self.arrivals
             .set_weights(self.scheduler.newest(), self.scheduler.old());
         self.report();
     }
 
-    /// Takes the failure of the oldest open pass. A request that was alone in it fails. All others
-    /// are computed again.
+    /// Handles the failure of the oldest open pass. If the pass had a single request, that request
+    /// fails. All other requests are computed again.
     fn fail(&mut self, why: &Error, inference: &Inference) {
         // No version may retire before the passes that compute by it have ended. Their choices are
         // forgotten.
@@ -405,7 +409,7 @@ impl Engine {
         self.forget();
     }
 
-    /// Reads the times of the stages, if they have come.
+    /// Reads the times of the stages, if they have arrived.
     fn read_times(&mut self, inference: &Inference) -> Result<()> {
         let Some(answer) = &self.times.answer else {
             return Ok(());
@@ -427,7 +431,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Begins an epoch. Its stages know no sequence.
+    /// Starts an epoch of the job. All sequences are computed again, since its stages have empty
+    /// caches.
     pub(crate) fn restart(&mut self, epoch: u64, versions: &WeightVersions) {
         self.arrivals.set_versions(versions.clone());
         self.weights.has_room = versions.has_room();
@@ -444,7 +449,7 @@ impl Engine {
         self.arrivals.open();
     }
 
-    /// Forgets open passes. The times of stages that are made anew begin at zero.
+    /// Forgets open passes, and adds the figures of the stages to those of earlier stages.
     fn forget(&mut self) {
         self.open.clear();
         self.stages.earlier = self.stages.sums();
@@ -454,8 +459,9 @@ impl Engine {
         self.report();
     }
 
-    /// Takes the time of a pass of so many tokens, the smallest first. Returns true if larger ones
-    /// are not worth their time.
+    /// Records the measured time of a pass of `tokens` tokens; smaller passes come first. Returns
+    /// true if larger passes need not be measured. `smaller` has the cost per token of the pass
+    /// before.
     pub(crate) fn is_enough(
         &mut self,
         tokens: usize,
@@ -478,8 +484,8 @@ impl Engine {
         self.has_chunk
     }
 
-    /// Takes new requests, forgets those of clients that have left, and ends those that a pause
-    /// aborts.
+    /// Takes news from the queue. Adds new requests, removes those of clients that have left, and
+    /// ends those that a pause aborts.
     fn take_news(&mut self, inference: &Inference) {
         let gone = self.clients.iter().filter(|(_, sender)| sender.is_gone());
         let gone: Vec<u64> = gone.map(|(id, _)| *id).collect();
@@ -520,7 +526,7 @@ impl Engine {
         }
     }
 
-    /// Checks all conditions of a request on which a pass with it could fail.
+    /// Returns an error if a pass could fail because of this request.
     fn check(
         &self,
         request: &TextRequest,
@@ -564,7 +570,7 @@ impl Engine {
 }
 
 impl StageTotals {
-    /// Returns the times of the stages since the start of the server.
+    /// Returns the figures of each stage since the start of the server.
     fn sums(&self) -> Vec<StageFigures> {
         let of = |stages: &[StageFigures], at: usize| stages.get(at).copied().unwrap_or_default();
         (0..self.present.len().max(self.earlier.len()))
@@ -573,7 +579,7 @@ impl StageTotals {
     }
 }
 
-/// A reason why a pass with a request could fail.
+/// Error: a pass with this request could fail.
 #[derive(Debug, thiserror::Error)]
 enum RequestFault {
     #[error("a prompt of {tokens} tokens: from 1 to {limit} have room")]
@@ -582,7 +588,7 @@ enum RequestFault {
     Tokens(#[from] Error),
 }
 
-/// True if a pass failed by its own inputs: the processes and the connections are as they were.
+/// True if a pass failed by its own inputs, and all processes and connections still work.
 fn concerns_one_pass(why: &Error) -> bool {
     let kind = why.failure().map(|failure| failure.kind);
     matches!(kind, Some(FailureKind::Kernel | FailureKind::Memory))

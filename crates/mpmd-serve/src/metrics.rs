@@ -14,53 +14,54 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
-/// Least time over which the idle share of a stage is measured.
+/// Shortest time over which the idle share of a stage is measured.
 const WINDOW: Duration = Duration::from_secs(2);
 
-/// Figures that the engine knows. Those that are sums start at zero and grow.
+/// Figures that the engine reports. Totals count from the start of the server.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct EngineFigures {
     /// Largest number of tokens of a pass.
     pub chunk: usize,
-    /// Number of the cache's blocks on each stage.
+    /// Number of blocks in the cache of each stage.
     pub blocks: usize,
     /// Number of blocks that requests use.
     pub blocks_used: usize,
-    /// Number of tokens of prompts that were found in the prefix cache: a sum.
+    /// Total number of prompt tokens whose keys and values were found in the prefix cache.
     pub prefix_tokens: u64,
-    /// Number of requests that lost their blocks and are computed again: a sum.
+    /// Total number of times that a request lost its blocks and had to be computed again.
     pub preemptions: u64,
-    /// Number of passes: a sum.
+    /// Total number of passes issued.
     pub passes: u64,
-    /// Number of passes that failed: a sum.
+    /// Total number of passes that failed.
     pub failed_passes: u64,
-    /// Number of rows of passes that gave no token to a client: a sum.
+    /// Total number of chosen tokens that were dropped instead of sent to a client.
     pub surplus_rows: u64,
-    /// Number of times that a lost process was replaced.
+    /// Total number of lost processes that were replaced.
     pub recoveries: u64,
     /// Number of passes that were issued and have not ended.
     pub in_flight: usize,
-    /// The version of the weights of requests that begin.
+    /// The version number of the weights that new requests use.
     pub version: u64,
-    /// Number of versions that have begun: a sum.
+    /// Total number of versions that have begun to compute requests.
     pub versions: u64,
-    /// Number of requests that were computed again on a newer version: a sum.
+    /// Total number of requests that were moved to a newer version and computed again.
     pub upgrades: u64,
-    /// Number of requests that have the version, and an older one.
+    /// Number of requests that use [`EngineFigures::version`], and number that use an older
+    /// version.
     pub version_requests: [usize; 2],
     /// The figures of each stage.
     pub stages: Vec<StageFigures>,
 }
 
-/// Sums over the passes of a stage.
+/// Totals over the passes of a stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StageFigures {
     /// Time in which the stage has computed.
     pub busy: Duration,
     /// Number of bytes that the stage has handed to the next one.
     pub handed_bytes: u64,
-    /// Time from the ends of passes to their starts on the next stage. It has the transfer of these
-    /// bytes, and the wait until that stage is free.
+    /// Total time from the end of a pass on this stage to its start on the next stage. Contains the
+    /// transfer, and the wait until the next stage is free.
     pub handed: Duration,
 }
 
@@ -76,7 +77,7 @@ impl Add for StageFigures {
     }
 }
 
-/// The figures of a server.
+/// The metrics of a server, which `/metrics` shows.
 pub(crate) struct ServerMetrics {
     registry: Registry,
     engine: Arc<EngineMetrics>,
@@ -91,20 +92,20 @@ pub(crate) struct ServerMetrics {
 
 type Label = [(&'static str, &'static str); 1];
 
-/// The figures of the engine and the line.
+/// The figures of the engine and the queue, as a collector of metrics.
 #[derive(Debug)]
 struct EngineMetrics(Mutex<KnownFigures>);
 
 #[derive(Debug)]
 struct KnownFigures {
     figures: EngineFigures,
-    /// Number of requests that wait and that are being answered, and of pauses in force.
+    /// Number of waiting requests, of requests being answered, and of pauses in force.
     line: [usize; 3],
-    /// Two marks: the idle shares are those since the first.
+    /// Two earlier states of the busy times. Idle shares are measured from the first one to now.
     marks: [BusyMark; 2],
 }
 
-/// The time for which each stage was busy, at one moment.
+/// The total busy time of each stage at one moment.
 #[derive(Clone, Debug)]
 struct BusyMark {
     time: Instant,
@@ -188,8 +189,8 @@ impl ServerMetrics {
         self.queued.observe(queued.as_secs_f64());
     }
 
-    /// Counts a token that came at this time after the one before, or after the request if it is
-    /// the first one.
+    /// Counts a new token. `since` is the time from the previous token, or from the request if
+    /// `is_first`.
     pub(crate) fn token(&self, is_first: bool, since: Duration) {
         self.new_tokens.inc();
         let times = if is_first { &self.first } else { &self.between };
@@ -200,13 +201,14 @@ impl ServerMetrics {
         self.ended.get_or_create(&[("end", way)]).inc();
     }
 
-    /// Returns the number of requests that have the version of the weights, and an older one.
+    /// Returns the number of requests that use the newest version of the weights, and of those that
+    /// use an older one.
     pub(crate) fn requests_by_version(&self) -> [usize; 2] {
         self.engine.0.lock().figures.version_requests
     }
 
-    /// Returns all figures in Prometheus' text format. `line` are the numbers of requests that wait
-    /// and that are being answered, and of pauses in force.
+    /// Returns all metrics in Prometheus' text format. `line` has the numbers of waiting requests,
+    /// of requests being answered, and of pauses in force.
     pub(crate) fn text(&self, line: [usize; 3]) -> String {
         let mut known = self.engine.0.lock();
         known.line = line;
@@ -221,7 +223,7 @@ impl ServerMetrics {
 }
 
 impl KnownFigures {
-    /// Replaces the older mark once the newer one is old enough.
+    /// Drops the older mark and takes a new one, if the newer mark is older than [`WINDOW`].
     fn move_marks(&mut self) {
         if since(self.marks[1].time) >= WINDOW {
             let busy = self.figures.stages.iter().map(|stage| stage.busy).collect();
@@ -230,7 +232,7 @@ impl KnownFigures {
         }
     }
 
-    /// Returns the share of the recent time in which a stage had nothing to compute.
+    /// Returns the recent share of time in which a stage had nothing to compute, from 0 to 1.
     fn idle(&self, stage: usize) -> f64 {
         let mark = &self.marks[0];
         let before = mark.busy.get(stage).copied().unwrap_or_default();
@@ -336,7 +338,7 @@ impl Collector for EngineMetrics {
 }
 
 impl KnownFigures {
-    /// Writes the figures that each stage has.
+    /// Encodes the metrics that have a value for each stage.
     fn encode_stages(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let stages = &self.figures.stages;
         let idle = (0..stages.len()).map(|stage| ConstGauge::new(self.idle(stage)));
@@ -370,7 +372,7 @@ impl KnownFigures {
     }
 }
 
-/// Writes a metric with one value for each stage.
+/// Encodes a metric with one value for each stage.
 fn encode_by_stage<M: EncodeMetric>(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,

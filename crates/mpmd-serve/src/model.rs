@@ -9,35 +9,37 @@ use mpmd_models::{
 };
 use tokenizers::Tokenizer;
 
-/// Bytes of a text from which on its first tokens are counted before all are made.
+/// Length of a text, in bytes, above which its tokens are counted before the whole text is turned
+/// into tokens.
 const LONG_TEXT: usize = 64 << 10;
 
-/// A model, as clients know it.
+/// A model as clients see it: its name, tokenizer, templates and defaults.
 pub struct Model {
-    /// The name by which requests ask for it.
+    /// The name that requests must have in the field `model`.
     pub(crate) name: String,
-    /// Most tokens of a prompt and its reply.
+    /// Largest number of tokens of a prompt and its reply together.
     pub(crate) positions: usize,
-    /// Number of tokens that the model knows.
+    /// Number of tokens in the model's vocabulary.
     pub(crate) vocab: usize,
     /// The tokens that end a text.
     pub(crate) ends: Vec<u32>,
     pub(crate) tokenizer: Arc<Tokenizer>,
-    /// The chat templates, or why there is none.
+    /// The chat templates, or the reason why there are none.
     templates: Result<Templates, Arc<Error>>,
-    /// The choice of tokens, where a request says nothing.
+    /// The default settings of requests for choosing tokens.
     pub(crate) sampling: Sampling,
-    /// Time of the start, in seconds of Unix.
+    /// Time at which the server started, in seconds since 1970.
     pub(crate) created: u64,
 }
 
 impl Model {
-    /// Reads the tokenizer, the chat templates and the settings of generation of a folder. Without
-    /// a name it is called as the folder. A prompt and its reply have at most `positions` tokens.
+    /// Reads the tokenizer, the chat templates and the generation settings of a folder. Without
+    /// `name` the model has the name of the folder. A prompt and its reply have at most `positions`
+    /// tokens together.
     ///
     /// # Errors
     ///
-    /// If a file is damaged. A folder without a chat template is none.
+    /// If a file is damaged. A folder without a chat template is no error.
     pub fn of(folder: &Folder, name: Option<String>, positions: usize) -> CoreResult<Self> {
         let sampling = Sampling::of(folder)?;
         let path = folder.path();
@@ -61,14 +63,14 @@ impl Model {
         })
     }
 
-    /// Returns the tokens of a text, with those that the tokenizer puts around it if `special` is
-    /// set.
+    /// Turns a text into tokens. If `special`, the tokenizer adds its special tokens around the
+    /// text.
     pub(crate) fn encode(&self, text: &str, special: bool) -> CoreResult<Vec<u32>> {
         encode_prompt(&self.tokenizer, text, special)
     }
 
-    /// True if a long text has more than `most` tokens. False for short ones: their tokens are
-    /// cheap.
+    /// True if a long text has more than `most` tokens. Always false for short texts, whose tokens
+    /// are cheap to compute.
     pub(crate) fn is_beyond(&self, text: &str, most: usize) -> CoreResult<bool> {
         if text.len() <= LONG_TEXT {
             return Ok(false);
@@ -76,19 +78,19 @@ impl Model {
         has_more_tokens(&self.tokenizer, text, most)
     }
 
-    /// Returns the text with which a conversation goes on.
+    /// Returns the prompt that the chat template makes of a conversation.
     pub(crate) fn rendered(&self, messages: &[ChatMessage]) -> Result<String, Arc<Error>> {
         let templates = self.templates.as_ref().map_err(Arc::clone)?;
         templates.prompt(messages).map_err(Arc::new)
     }
 
-    /// True if the tokenizer has the token: a model may have further rows.
+    /// True if the tokenizer has the token. The model's vocabulary may have more rows than tokens.
     pub(crate) fn knows(&self, token: u32) -> bool {
         self.tokenizer.id_to_token(token).is_some()
     }
 
-    /// Returns the text of tokens, special ones included. Tokens that the tokenizer lacks have
-    /// none.
+    /// Returns the text of tokens, with special tokens as text. Tokens that the tokenizer lacks add
+    /// no text.
     pub(crate) fn decode(&self, tokens: &[u32]) -> tokenizers::Result<String> {
         self.tokenizer.decode(tokens, false)
     }

@@ -6,68 +6,70 @@ use mpmd::{Error, FailureKind};
 use mpmd_models::Sampling;
 use serde::{Deserialize, Serialize};
 
-/// A text to continue.
+/// A request to continue a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TextRequest {
-    /// The tokens of the text; at least one.
+    /// The tokens of the prompt; at least one.
     pub prompt: Vec<u32>,
     /// Largest number of new tokens; at least one.
     pub max_tokens: usize,
-    /// The choice of each token.
+    /// The settings for choosing each token.
     pub sampling: Sampling,
-    /// The tokens after which the text has ended.
+    /// The tokens that end the reply.
     pub ends: Vec<u32>,
-    /// Number of the most probable tokens whose probabilities are wanted beside that of each chosen
-    /// token. `None` if no probabilities are wanted.
+    /// Number of most probable tokens whose probabilities are returned with each chosen token's.
+    /// `None` if no probabilities are returned.
     pub logprobs: Option<usize>,
 }
 
-/// A step of a reply.
+/// An event of a reply.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ReplyEvent {
-    /// A further token. It comes before [`ReplyEvent::End`], also if it ends the text.
+    /// A new token. The token that ends the reply is sent, too, before [`ReplyEvent::End`].
     Token(ReplyToken),
-    /// The text has ended. Nothing follows.
+    /// The reply has ended. No event follows.
     End(Finish),
-    /// The request failed for this reason. Nothing follows.
+    /// The request has failed, for this reason. No event follows.
     Failed(Arc<str>),
 }
 
-/// Why a text has ended.
+/// The reason why a reply has ended.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub enum Finish {
-    /// A token of [`TextRequest::ends`].
+    /// A token of [`TextRequest::ends`] was generated.
     Stop,
-    /// There are [`TextRequest::max_tokens`], or as many as the model has positions.
+    /// The reply has [`TextRequest::max_tokens`] tokens, or the sequence has as many tokens as the
+    /// model has positions.
     Length,
-    /// A pause of the server has ended it: see [`PauseMode::Abort`](crate::PauseMode::Abort).
+    /// A pause of the server has ended the reply: see
+    /// [`PauseMode::Abort`](crate::PauseMode::Abort).
     Abort,
 }
 
-/// A token of the text.
+/// A token of a reply.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReplyToken {
-    /// Its number in the vocabulary.
+    /// The number of the token in the vocabulary.
     pub id: u32,
-    /// The probabilities, if they are wanted.
+    /// The logarithms of probabilities, if the request has [`TextRequest::logprobs`].
     pub logprobs: Option<Logprobs>,
 }
 
-/// Natural logarithms of the probabilities at a token, by the model's own logits: before penalties,
-/// temperature and the cuts.
+/// Natural logarithms of tokens' probabilities at one position. They come from the model's logits
+/// without penalties, temperature, `top_k`, `top_p` and `min_p`.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Logprobs {
-    /// The logarithm of the chosen token's probability.
+    /// The logarithm of the probability of the chosen token.
     pub chosen: f32,
-    /// (token, logarithm of its probability) of the most probable tokens, the most probable first.
+    /// The most probable tokens and the logarithms of their probabilities, the most probable first.
     pub top: Vec<(u32, f32)>,
 }
 
-/// The reason of a failure that clients need not know.
+/// The reason that clients get for a failure whose details are not for them.
 const LOG: &str = "the server's log has the reason";
 
-/// Returns the reason of a failure for clients, without lines and operations of the program: these
-/// are for its log.
+/// Returns the reason of a failure for clients. Leaves out source lines and operations of the
+/// program, which are only written to the log.
 pub(crate) fn reason(why: &Error) -> String {
     let Some(failure) = why.failure() else {
         return LOG.to_owned();

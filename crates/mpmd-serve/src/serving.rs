@@ -8,30 +8,29 @@ use serde::{Deserialize, Serialize};
 use crate::engine::{Engine, ServerStep};
 use crate::scheduler::Decision;
 
-/// A server in a loop of its program.
+/// Runs a server inside the loop of a program.
 ///
-/// Every process calls [`turn`](Self::turn) again and again. Between two calls the program may
-/// issue other work, if all processes issue the same: they agree on it by
-/// [`ServingTurn::Other`].
+/// Every process calls [`turn`](Self::turn) in a loop. Between two calls the program may issue
+/// other work, the same on all processes. [`ServingTurn::Other`] tells all processes which work.
 pub struct Serving<'a> {
     inference: &'a mut Inference,
     engine: Option<&'a mut Engine>,
-    /// The choices of each lane's last pass.
+    /// The choices of each lane's last pass. `None` before the first one.
     last: Vec<Option<Choices>>,
 }
 
-/// The result of a turn, on all processes the same.
+/// The result of a turn, equal on all processes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ServingTurn<T> {
-    /// A step of the server was issued, or there was none.
+    /// The next step of the server was issued. The step may have been to do nothing.
     Served,
-    /// The work that process 0 gave.
+    /// The work that `other` returned on process 0.
     Other(T),
-    /// The server has ended. Nothing follows.
+    /// The server has ended. Do not call [`Serving::turn`] again.
     Ended,
 }
 
-/// The decision of process 0.
+/// The decision that process 0 broadcasts.
 #[derive(Deserialize, Serialize)]
 enum NextStep<T> {
     Step(ServerStep),
@@ -39,8 +38,8 @@ enum NextStep<T> {
 }
 
 impl<'a> Serving<'a> {
-    /// Computes passes of each form, and takes requests from now on. Every process must call it,
-    /// process 0 with the engine. `lanes` is the number of stages.
+    /// Warms up the inference with passes of each size, and then takes requests. Every process must
+    /// call it. `engine` is `Some` on process 0 only. `lanes` is the number of stages.
     ///
     /// # Errors
     ///
@@ -74,23 +73,24 @@ impl<'a> Serving<'a> {
         })
     }
 
-    /// Returns the model.
+    /// Returns the inference that computes the requests.
     pub fn inference(&mut self) -> &mut Inference {
         self.inference
     }
 
     /// Issues the next step of the server. Every process must call it.
     ///
-    /// Process 0 first asks `other` for other work of the program. If there is some, it comes back
-    /// on every process in place of a step: a program that always has work must leave turns to the
-    /// server. Process 0 blocks while there is neither a step nor other
-    /// work, for a second at most: a [`Waker`](crate::Waker) ends that at once. The other
-    /// processes block until process 0 has decided.
+    /// Process 0 first calls `other`. If it returns work, the turn issues no step and returns this
+    /// work on every process. A program that always has work must leave some turns to the server.
+    ///
+    /// Process 0 blocks while there is neither work nor a step, for a second at most. A
+    /// [`Waker`](crate::Waker) ends that wait at once. The other processes block until process 0
+    /// has decided.
     ///
     /// # Errors
     ///
-    /// If another process is lost. A pass that fails is no error: its requests are computed again,
-    /// each alone, and one that fails alone ends.
+    /// If another process is lost. A failed pass is no error: its requests are computed again, each
+    /// alone. A request whose pass fails alone is ended.
     pub fn turn<T: Serialize + DeserializeOwned>(
         &mut self,
         p: &mut Program,
@@ -119,7 +119,7 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// Issues a step. On process 0 the engine gets its results.
+    /// Issues a step. On process 0 the engine gets the pending results.
     fn issue(&mut self, p: &mut Program, step: ServerStep) -> Result<()> {
         let inference = &mut *self.inference;
         match step {
@@ -150,8 +150,8 @@ impl<'a> Serving<'a> {
     }
 }
 
-/// Answers requests until the server has ended. Every process must call it, process 0 with the
-/// engine. `lanes` is the number of stages.
+/// Answers requests until the server has ended. Every process must call it. `engine` is `Some` on
+/// process 0 only. `lanes` is the number of stages.
 ///
 /// # Errors
 ///

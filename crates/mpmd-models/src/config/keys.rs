@@ -13,13 +13,13 @@ use crate::error::unexpected;
 
 /// Limit on each size in a config, so that products of sizes do not overflow.
 const LARGEST: usize = (1 << 31) - 1;
-/// Length of a value in a message, in characters.
+/// Largest length of a config value that an error message quotes, in characters.
 const SHOWN: usize = 60;
 
-/// Keys that no decoder's results depend on, separated by blanks. Others that nothing has read are
-/// refused. They are, in this order: the origin of a folder and settings of programs that load it;
-/// settings of speed and memory; outputs beside the results; the first values of a training from
-/// scratch; heads of other tasks; tokens, and how a text is generated.
+/// Config keys that change no result of the decoder, separated by blanks. All other keys must be
+/// read, or the config is refused. In this order: the origin of a folder and settings of programs
+/// that load it; settings of speed and memory; outputs beside the results; the first values of a
+/// new model; heads of other tasks; special tokens, and how a text is generated.
 pub(crate) const HARMLESS: &str = "
     _name_or_path architectures auto_map base_model_name_or_path custom_pipelines dtype
     is_llama_config max_sequence_length model_max_length model_name name_or_path tokenizer_class
@@ -42,13 +42,14 @@ pub(crate) const HARMLESS: &str = "
     suppress_tokens temperature top_k top_p typical_p unk_token_id
 ";
 
-/// The keys of an object in a config. Notes those that have been read.
+/// The keys of a JSON object in a config. Records which of them have been read, for
+/// [`ConfigKeys::finish`].
 pub(crate) struct ConfigKeys<'a> {
     file: &'a Path,
-    /// Path of the object, for messages: empty, or with a dot at its end.
+    /// Path of the object in the config, for messages: empty, or with a dot at its end.
     prefix: String,
     map: Map<String, Value>,
-    /// The family's own words for keys.
+    /// The family's names of keys, as (common name, name in this family).
     words: &'static [(&'static str, &'static str)],
     read: RefCell<BTreeSet<String>>,
 }
@@ -64,12 +65,12 @@ impl<'a> ConfigKeys<'a> {
         }
     }
 
-    /// Sets a family's own words for keys.
+    /// Sets the family's names of keys, as (common name, name in this family).
     pub(crate) fn words(self, words: &'static [(&'static str, &'static str)]) -> Self {
         Self { words, ..self }
     }
 
-    /// Returns the family's word for a key.
+    /// Returns the family's name of a key that is given by its common name.
     pub(crate) fn word<'k>(&self, key: &'k str) -> &'k str {
         word(self.words, key)
     }
@@ -103,7 +104,8 @@ impl<'a> ConfigKeys<'a> {
         self.or(key, "a number", default)
     }
 
-    /// Returns a number of more than zero. `None` if the key is absent or null.
+    /// Returns the number at a key, which must be more than zero. `None` if the key is absent or
+    /// null.
     pub(crate) fn positive(&self, key: &str) -> Result<Option<f64>> {
         match self.get::<f64>(key, "a number")? {
             Some(number) if number <= 0.0 => {
@@ -122,7 +124,7 @@ impl<'a> ConfigKeys<'a> {
             .ok_or_else(|| self.unexpected(key, expected, "none"))
     }
 
-    /// Returns a number from 1 to [`LARGEST`].
+    /// Returns the number at a key, which must be from 1 to [`LARGEST`].
     pub(crate) fn size(&self, key: &str, default: usize) -> Result<usize> {
         let expected = format!("a number from 1 to {LARGEST}");
         let size = self.or(key, &expected, default)?;
@@ -132,7 +134,8 @@ impl<'a> ConfigKeys<'a> {
         }
     }
 
-    /// Calls `read` unless the key is null. An absent key has the default.
+    /// Calls `read` if the key has a value that is not null. Returns `default` if the key is
+    /// absent, and `None` if it is null.
     pub(crate) fn unless_null<T>(
         &self,
         key: &str,
@@ -146,7 +149,8 @@ impl<'a> ConfigKeys<'a> {
         }
     }
 
-    /// Refuses another value of a key than the only one that is handled.
+    /// Returns an error if the key has another value than `value`. An absent or null key is
+    /// accepted.
     pub(crate) fn only<T>(&self, key: &str, value: T) -> Result<()>
     where
         T: DeserializeOwned + PartialEq + Debug,
@@ -160,7 +164,7 @@ impl<'a> ConfigKeys<'a> {
         }
     }
 
-    /// Returns the keys of an object. `None` if it is absent, null or empty.
+    /// Returns the keys of the JSON object at `key`. `None` if the object is absent, null or empty.
     pub(crate) fn object(&self, key: &str) -> Result<Option<Self>> {
         let map = self.get::<Map<String, Value>>(key, "an object or null")?;
         Ok(map.filter(|map| !map.is_empty()).map(|map| Self {
@@ -169,8 +173,8 @@ impl<'a> ConfigKeys<'a> {
         }))
     }
 
-    /// Refuses keys that nothing has read. They may change results, unless they are null or in
-    /// `harmless`.
+    /// Returns an error for the first key that nothing has read, since it may change results. Keys
+    /// that are null or listed in `harmless` are accepted.
     pub(crate) fn finish(&self, harmless: &str) -> Result<()> {
         let read = self.read.borrow();
         let is_known = |key: &String| {
@@ -201,7 +205,8 @@ impl<'a> ConfigKeys<'a> {
     }
 }
 
-/// Returns the word of a list of (common word, own word), or the common one.
+/// Returns the family's name for the common name of a key. `words` has pairs (common name, name in
+/// this family); without a pair the common name is returned.
 pub(crate) fn word<'a>(words: &'a [(&'static str, &'static str)], common: &'a str) -> &'a str {
     words
         .iter()

@@ -11,11 +11,11 @@ pub(crate) use rope::{RopeDefaults, rope, rope_of};
 
 use crate::rope::Rope;
 
-/// The description of a config, for messages.
+/// The words "expected" in error messages about an invalid `config.json`.
 pub(crate) const EXPECTED: &str = "the config of a model";
-/// Limit on the size of the file, in bytes.
+/// Limit on the size of `config.json`, in bytes.
 pub(crate) const LARGEST_FILE: u64 = 1 << 20;
-/// The key of the number of positions.
+/// The config key for the number of positions.
 pub(crate) const POSITIONS: &str = "max_position_embeddings";
 
 /// The sizes of a decoder, and the values that choose its parts. Sizes have the names that most
@@ -24,7 +24,7 @@ pub(crate) const POSITIONS: &str = "max_position_embeddings";
 pub struct ModelConfig {
     /// The family: `model_type` in `config.json`.
     pub family: &'static str,
-    /// Number of tokens that the embedding has rows for.
+    /// Number of tokens in the vocabulary: the rows of the embedding.
     pub vocab_size: usize,
     /// Width of the embedding and of each layer's output.
     pub hidden_size: usize,
@@ -38,27 +38,29 @@ pub struct ModelConfig {
     pub num_key_value_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Number of positions that the model was made for, before a linear scaling.
+    /// Number of positions that the model was trained for, before a linear or dynamic RoPE scaling.
     pub max_position_embeddings: usize,
-    /// True if the output uses the weight of the embedding.
+    /// True if the output layer shares the embedding's weight.
     pub tie_word_embeddings: bool,
-    /// Factor of the embedding.
+    /// Factor by which the embedding's rows are multiplied.
     pub embedding_scale: f64,
-    /// True if a table of positions is added to the embedding.
+    /// True if learned position embeddings are added to the token embeddings.
     pub learned_positions: bool,
-    /// The kind of its norms.
+    /// The kind of all norms of the decoder.
     pub norm: NormKind,
-    /// Number that is added to the variance or the mean square in a norm.
+    /// Epsilon that a norm adds to the variance or mean square.
     pub norm_eps: f64,
-    /// Names of a layer's norms: before and after the attention, before and after the MLP.
+    /// Names of a layer's four norms: before and after attention, before and after the MLP. `None`
+    /// if the layer lacks the norm.
     pub norm_names: [Option<&'static str>; 4],
     /// True if the projections to queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// True if the projection of the attention's result has a bias.
+    /// True if the output projection of the attention has a bias.
     pub out_bias: bool,
-    /// The extent of the norms of queries and keys. `None` if there are none.
+    /// The norm of queries and keys. `None` if they are not normed.
     pub head_norm: Option<HeadNorm>,
-    /// Largest score of attention. A score `x` becomes `cap tanh(x / cap)`.
+    /// Soft limit on the scores of attention: a score `x` becomes `cap tanh(x / cap)`. `None`
+    /// without a limit.
     pub score_cap: Option<f64>,
     /// True if the MLP is `down(activation(gate(x)) up(x))`, and not `down(activation(up(x)))`.
     pub is_gated: bool,
@@ -66,21 +68,23 @@ pub struct ModelConfig {
     pub activation: Activation,
     /// True if the projections of the MLP have biases.
     pub mlp_bias: bool,
-    /// The experts of layers that have them in place of an MLP.
+    /// The experts of layers that have experts instead of an MLP. `None` if no layer has experts.
     pub experts: Option<ExpertsConfig>,
-    /// True if attention and MLP of a layer have the same input.
+    /// True if attention and MLP of a layer read the same input, as in GPT-NeoX. False if the MLP
+    /// reads the attention's result.
     pub is_parallel: bool,
-    /// Factor of the results of attention and MLP, before they are added to their inputs.
+    /// Factor of the outputs of attention and MLP before they are added to the residual stream.
     pub residual_scale: f64,
     /// Divisor of the logits.
     pub logits_divisor: f64,
-    /// Largest logit. A logit `x` becomes `cap tanh(x / cap)`.
+    /// Soft limit on the logits: a logit `x` becomes `cap tanh(x / cap)`. `None` without a limit.
     pub logits_cap: Option<f64>,
-    /// The rotary embeddings of the layers.
+    /// The different rotary embeddings of the model. [`LayerConfig::rope`] is an index into them.
     pub ropes: Vec<Rope>,
-    /// The values of each layer.
+    /// The values that differ between layers, one entry for each layer.
     pub layers: Vec<LayerConfig>,
-    /// The first key by which training would drop values, and the share. Training needs none.
+    /// The first config key with a dropout probability that is not zero, and this probability. Such
+    /// a model cannot be trained here.
     pub dropout: Option<(&'static str, f64)>,
 }
 
@@ -95,49 +99,53 @@ pub enum NormKind {
     Layer,
 }
 
-/// The elements of queries or keys that a norm takes together.
+/// The elements of queries or keys over which one norm is computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum HeadNorm {
-    /// The elements of one head. All heads have the same weight.
+    /// One head. All heads share one weight.
     Head,
-    /// The elements of one head, in layer norms without bias. Each head has its own weight.
+    /// One head, in a layer norm without bias. Each head has its own weight.
     EachHead,
-    /// The elements of all heads.
+    /// All heads together.
     Width,
 }
 
-/// Gated MLPs without biases, of which each token takes some.
+/// The experts of a layer: gated MLPs without biases. A router chooses some of them for each token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertsConfig {
     /// Number of experts of a layer.
     pub count: usize,
-    /// Number of experts that a token takes: those with the largest probabilities.
+    /// Number of experts that compute each token: those with the largest router probabilities.
     pub per_token: usize,
-    /// Width inside an expert.
+    /// Width inside an expert's MLP.
     pub width: usize,
-    /// Width inside an MLP that all tokens take beside their experts. `None` if there is none.
+    /// Width inside the shared expert, an MLP that computes all tokens. `None` if there is no
+    /// shared expert.
     pub shared: Option<usize>,
-    /// True if the probabilities of a token's experts are divided by their sum.
+    /// True if the router probabilities of a token's experts are divided by their sum.
     pub normalizes: bool,
-    /// Factor of the loss that balances the experts in a training. `None` if there is none.
+    /// Factor of the loss that balances the load of the experts in training. `None` without such a
+    /// loss.
     pub balance: Option<f64>,
 }
 
-/// The values of a layer.
+/// The values that may differ between the layers of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerConfig {
-    /// Number of keys that a query sees, its own included. `None` if it sees all before it.
+    /// Size of the sliding window: the number of keys that a query sees, its own included. `None`
+    /// if a query sees all earlier keys.
     pub window: Option<usize>,
-    /// Index of its rotary embedding in [`ModelConfig::ropes`].
+    /// Index of the layer's rotary embedding in [`ModelConfig::ropes`]. `None` if the layer has no
+    /// rotary embedding.
     pub rope: Option<usize>,
-    /// Factor of the products of queries and keys.
+    /// Factor of the scores: the products of queries and keys.
     pub scale: f64,
-    /// True if it has experts.
+    /// True if the layer has experts instead of an MLP.
     pub has_experts: bool,
 }
 
 impl ModelConfig {
-    /// Returns the most tokens of a sequence.
+    /// Returns the largest number of tokens in a sequence, after scalings of the rotary embeddings.
     pub fn positions(&self) -> usize {
         let own = self.max_position_embeddings;
         self.ropes

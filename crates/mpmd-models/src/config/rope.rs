@@ -6,32 +6,36 @@ use super::POSITIONS;
 use super::keys::ConfigKeys;
 use crate::rope::{Rope, Scaling};
 
-/// The kinds of scalings, for messages.
+/// The names of the kinds of RoPE scaling, for messages.
 const KINDS: &str = r#""default", "linear", "llama3", "yarn", "longrope" or "dynamic""#;
 const ORIGINAL: &str = "original_max_position_embeddings";
-/// Keys that kinds other than the one of an object read, separated by blanks.
+/// Keys that only some kinds of RoPE scaling read, separated by blanks. The other kinds ignore
+/// them.
 const OTHERS: &str = "attention_factor beta_fast beta_slow factor finetuned high_freq_factor \
     long_factor low_freq_factor mscale mscale_all_dim original_max_position_embeddings \
     short_factor truncate type";
 
-/// The defaults for settings of a rotary embedding that a config leaves out.
+/// Defaults for the settings of a rotary embedding that a config lacks.
 pub(crate) struct RopeDefaults {
-    /// Key at the top of a config in the old form, and its default.
+    /// Key of the base `theta` at the top of the config, and its default.
     pub(crate) theta: (&'static str, f64),
-    /// Key and default of the share of a head that is rotated. `None` if a family rotates all.
+    /// Key of the share of a head's elements that rotate, and its default. `None` if the whole head
+    /// rotates in this family.
     pub(crate) share: Option<(&'static str, f64)>,
-    /// Number of positions of a config without the key.
+    /// Default of the key `max_position_embeddings`.
     pub(crate) positions: usize,
 }
 
-/// Reads `rope_parameters`, or in the old form `rope_theta` and `rope_scaling`.
+/// Reads the rotary embedding from `rope_scaling` or `rope_parameters`, with settings such as
+/// `rope_theta` also at the top of the config.
 pub(crate) fn rope(keys: &ConfigKeys<'_>, or: &RopeDefaults, head_dim: usize) -> Result<Rope> {
     let new = keys.object("rope_parameters")?;
     let scaling = keys.object("rope_scaling")?.or(new);
     rope_of(keys, scaling.as_ref(), or, head_dim)
 }
 
-/// Reads the settings in an object of a config. Those that it lacks may be at the top.
+/// Reads a rotary embedding from an object of the config. Settings that the object lacks are read
+/// from the top of the config, or have the defaults `or`.
 pub(crate) fn rope_of(
     keys: &ConfigKeys<'_>,
     object: Option<&ConfigKeys<'_>>,

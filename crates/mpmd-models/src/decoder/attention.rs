@@ -14,7 +14,8 @@ use crate::decoder::lora::Projection;
 use crate::decoder::matrix::MatrixForm;
 use crate::rope::RopeRotation;
 
-/// Causal attention, in which groups of query heads share keys and values.
+/// Causal attention with grouped queries: each head of keys and values serves a group of query
+/// heads.
 pub(super) struct AttentionLayer {
     q: Projection,
     k: Projection,
@@ -27,7 +28,8 @@ pub(super) struct AttentionLayer {
     over: DeviceDivision,
 }
 
-/// The norms of queries and of keys, by the elements that one takes together.
+/// The norms of queries and of keys, by the elements over which a norm is computed (see
+/// [`HeadNorm`]).
 enum Norms {
     Head([NormLayer; 2]),
     EachHead([HeadNorms; 2]),
@@ -82,8 +84,8 @@ impl AttentionLayer {
             .try_for_each(|projection| projection.pack(form))
     }
 
-    /// Computes the attention of tokens to those that they see. `rotations` are those of the
-    /// config's rotary embeddings.
+    /// Computes the attention layer for the hidden states `x`, `[batch, time, hidden_size]`.
+    /// `rotations` has one entry for each rotary embedding of the config.
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -144,17 +146,18 @@ impl AttentionLayer {
     }
 }
 
-/// The keys that the tokens of a pass see.
+/// The keys and values that the tokens of a pass attend to.
 pub(super) enum SeenKeys<'a> {
-    /// Those of the pass. A row's sequences start at these columns, `[batch, time]`; by default
-    /// each row is a sequence.
+    /// Only the keys of this pass. The tensor has the column at which each token's sequence starts,
+    /// `[batch, time]`; without it each row is one sequence.
     Own(Option<&'a Tensor>),
-    /// Those of their sequences so far, which are kept here, and their own. There is one row.
+    /// The keys of this pass and the earlier ones in the cache, to which this pass adds its own.
+    /// The batch has one row.
     Cached(&'a mut PagedCache, &'a PassRows),
 }
 
-/// Returns the mask of a causal attention of `time` queries, in which each sees `window` keys at
-/// most, from its start on.
+/// Returns a causal mask for `time` queries. A query sees no key before its sequence's entry in
+/// `starts`, and at most `window` keys.
 fn mask(
     window: Option<usize>,
     starts: Option<&Tensor>,

@@ -3,20 +3,21 @@
 use mpmd::candle::candle_core::DType;
 use mpmd::candle::{Device, Result, Tensor};
 
-/// The sums over the layers so far, of a microbatch.
+/// The sums for the loss that balances experts, over one microbatch and all layers so far.
 pub(crate) struct Balance {
-    /// Of each expert, the number of tokens that take it, and the sum of its probabilities:
+    /// For each expert, the number of tokens routed to it, and the sum of its router probabilities:
     /// `[2, experts]`.
     pub(crate) sums: Tensor,
-    /// For each token, 1 if it counts. `None` if all do.
+    /// For each token, 1 if it enters the sums, or 0 if it is padding. `None` if there is no
+    /// padding.
     counted: Option<Vec<f32>>,
 }
 
 impl Balance {
-    /// Creates the sums of a part of a model. `before` are those of the layers before it.
+    /// Creates the sums for one part of a model. `before` has the sums of the earlier layers.
     ///
-    /// Tokens that fill up a row do not count. With `starts` `[rows, time]`, the columns at which
-    /// the tokens' sequences start, these are the sequences of one token.
+    /// Padding does not enter the sums. `starts` `[rows, time]` has the column at which each
+    /// token's sequence starts; a sequence of a single token is padding.
     ///
     /// # Errors
     ///
@@ -49,8 +50,8 @@ impl Balance {
         })
     }
 
-    /// Adds the sums of a layer: from the experts' probabilities `[tokens, experts]`, and the
-    /// experts that each token takes.
+    /// Adds one layer to the sums: the experts' probabilities `[tokens, experts]`, and the experts
+    /// to which each token is routed.
     pub(super) fn add(&mut self, shares: &Tensor, taken: &[Vec<u32>]) -> Result<()> {
         let (tokens, experts) = shares.dims2()?;
         let weight = |token: usize| self.counted.as_ref().map_or(1.0, |counted| counted[token]);
@@ -74,8 +75,8 @@ impl Balance {
         Ok(())
     }
 
-    /// Returns the loss of a microbatch of so many tokens, from the sums of all `layers` layers
-    /// with experts. It is least where all experts are taken equally.
+    /// Returns the balancing loss of a microbatch of `tokens` tokens. `layers` is the number of
+    /// layers with experts. The loss is least if all experts get equally many tokens.
     pub(crate) fn loss(&self, tokens: usize, layers: usize) -> Result<Tensor> {
         let tokens = self
             .counted

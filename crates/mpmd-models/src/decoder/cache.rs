@@ -7,11 +7,11 @@ use crate::decoder::devices::DeviceDivision;
 
 use crate::config::ModelConfig;
 
-/// The keys and values of a device, for each layer of a part.
+/// The caches of keys and values on one device, one for each layer of a part of the model.
 pub(crate) struct Caches(pub(super) Vec<PagedCache>);
 
 impl Caches {
-    /// Creates empty caches of so many blocks.
+    /// Creates empty caches of `blocks` blocks for `layers` layers.
     pub(crate) fn new(
         config: &ModelConfig,
         layers: usize,
@@ -27,15 +27,15 @@ impl Caches {
     }
 }
 
-/// The tokens of a pass: those of the first sequence, then those of the next.
+/// The tokens of a pass, sequence after sequence.
 pub(crate) struct PassRows {
     pub(crate) sequences: Vec<PagedRows>,
-    /// The position of each token.
+    /// The position of each token in its sequence.
     pub(super) positions: Tensor,
 }
 
 impl PassRows {
-    /// Returns the tokens of these sequences, for a pass on `device`.
+    /// Creates the rows of a pass on `device` from its sequences.
     ///
     /// # Errors
     ///

@@ -5,17 +5,17 @@ use mpmd::candle::nn::{Linear, Module};
 use mpmd::candle::{Cx, Result, Tensor};
 use mpmd::topology::Mesh;
 
-/// The axis over which heads, the inner elements of MLPs, and tokens of the vocabulary are divided.
+/// The mesh axis that divides heads, the inner elements of MLPs, and the vocabulary.
 pub(crate) const TENSOR: &str = "tensor";
-/// The axis over which the query heads of a head of keys are divided. Each of its devices has that
+/// The mesh axis that divides the query heads of one head of keys. All devices along it hold this
 /// head of keys.
 pub(crate) const REPEAT: &str = "repeat";
-/// The axis over which experts are divided.
+/// The mesh axis that divides the experts.
 pub(crate) const EXPERT: &str = "expert";
-/// The axes over which matrices are divided, the outer one first.
+/// The mesh axes that divide matrices, the outer one first.
 const AXES: [&str; 2] = [TENSOR, REPEAT];
 
-/// The numbers of devices over which a stage's layers are divided.
+/// The numbers of devices that share each layer of a stage, by mesh axis.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) struct DeviceDivision {
     /// Number of devices along [`EXPERT`].
@@ -26,30 +26,31 @@ pub(crate) struct DeviceDivision {
     pub(crate) repeat: usize,
 }
 
-/// The input of projections of which each device has some rows.
+/// The input of a projection whose output rows are divided over devices.
 pub(crate) struct SharedInput<'a> {
-    /// The input, as all devices have it.
+    /// The input, equal on all devices.
     pub(crate) x: &'a Tensor,
-    /// The same for computations that differ between devices.
+    /// The input for device-specific computations: in the backward pass its gradients are summed
+    /// over the devices.
     pub(crate) inside: Tensor,
     axes: &'a [&'a str],
     cx: &'a Cx<'a>,
 }
 
 impl DeviceDivision {
-    /// One device.
+    /// The division over a single device: no axis divides anything.
     pub(crate) const ONE: Self = Self {
         expert: 1,
         tensor: 1,
         repeat: 1,
     };
 
-    /// Returns the division over the axes of a mesh. A mesh without them has one device for each
-    /// part of a batch.
+    /// Returns the division by the axes of `mesh`. A mesh without these axes replicates the layers:
+    /// [`DeviceDivision::ONE`].
     ///
     /// # Errors
     ///
-    /// If the mesh has some of the axes only.
+    /// If the mesh has only some of the axes.
     pub(crate) fn of(mesh: &Mesh) -> CoreResult<Self> {
         let all = [EXPERT, TENSOR, REPEAT];
         if !all.iter().any(|axis| mesh.axis_index(axis).is_some()) {
@@ -63,7 +64,7 @@ impl DeviceDivision {
         })
     }
 
-    /// Returns the axes of a mesh with these devices, and their sizes.
+    /// Returns the names and sizes of the mesh axes of this division.
     pub(crate) fn axes(self) -> [(&'static str, usize); 3] {
         [
             (EXPERT, self.expert),
@@ -77,17 +78,17 @@ impl DeviceDivision {
         self.expert * self.parts()
     }
 
-    /// Returns the number of parts of a matrix.
+    /// Returns the number of parts into which a matrix is divided.
     pub(crate) fn parts(self) -> usize {
         self.tensor * self.repeat
     }
 
-    /// True if the devices have parts of this number of rows.
+    /// True if matrices are divided, and `rows` is a multiple of the number of parts.
     pub(crate) fn divides(self, rows: usize) -> bool {
         self.parts() > 1 && rows.is_multiple_of(self.parts())
     }
 
-    /// Returns the place of this device's part.
+    /// Returns the index of this device's part of a divided matrix.
     pub(crate) fn place(self, cx: &Cx<'_>) -> Result<usize> {
         match self.parts() {
             1 => Ok(0),
@@ -95,17 +96,18 @@ impl DeviceDivision {
         }
     }
 
-    /// Returns the axes over which matrices are divided. None, if they are not.
+    /// Returns the axes that divide matrices. Empty if matrices are not divided.
     pub(crate) fn divided(self) -> &'static [&'static str] {
         if self.parts() == 1 { &[] } else { &AXES }
     }
 
-    /// Returns the axes over which the heads of keys are divided.
+    /// Returns the axes that divide the heads of keys and values.
     pub(crate) fn of_keys(self) -> &'static [&'static str] {
         self.divided().get(..1).unwrap_or_default()
     }
 
-    /// Returns the inputs of projections to keys and values, and to queries.
+    /// Returns two inputs made of `x`: for the projections to keys and values, and for the one to
+    /// queries.
     pub(crate) fn heads<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<[SharedInput<'a>; 2]> {
         let keys = inside(x, cx, self.of_keys())?;
         let queries = inside(&keys, cx, self.divided().get(1..).unwrap_or_default())?;
@@ -125,7 +127,7 @@ impl DeviceDivision {
         ])
     }
 
-    /// Returns the input of projections of which each device has some rows.
+    /// Returns `x` as the input of a projection whose output rows are divided over devices.
     pub(crate) fn shared<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<SharedInput<'a>> {
         let axes = self.divided();
         Ok(SharedInput {
@@ -136,18 +138,19 @@ impl DeviceDivision {
         })
     }
 
-    /// Returns keys or values, which all devices with queries for them have, for computations that
-    /// differ between these devices.
+    /// Returns keys or values `x` for the devices that share one head of keys but have different
+    /// query heads. Gradients are summed over these devices.
     pub(crate) fn repeated(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         inside(&x, cx, self.divided().get(1..).unwrap_or_default())
     }
 
-    /// Adds up over the devices. All get the sum.
+    /// Returns the sum of `x` over the devices that divide matrices. All of them get the sum.
     pub(crate) fn sum(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         sum(&x, cx, self.divided())
     }
 
-    /// Returns a tensor that all devices have for the experts, which differ between them.
+    /// Returns `x`, which is equal on all devices, as the input of experts that differ between
+    /// devices. Gradients are summed over the devices.
     pub(crate) fn for_experts(self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let x = inside(x, cx, self.divided())?;
         if self.expert == 1 {
@@ -157,7 +160,8 @@ impl DeviceDivision {
         }
     }
 
-    /// Returns the place of the first of this device's experts, of which it has `own`.
+    /// Returns the index of this device's first expert. `own` is the number of experts on each
+    /// device.
     pub(crate) fn first_expert(self, own: usize, cx: &Cx<'_>) -> Result<usize> {
         if self.expert == 1 {
             Ok(0)
@@ -166,8 +170,9 @@ impl DeviceDivision {
         }
     }
 
-    /// Adds up the results of the devices' experts. All get the sum. Experts come first, so its
-    /// bits do not depend on the number of devices over which they are divided.
+    /// Returns the sum of the experts' results over all devices, on every device. Sums along
+    /// [`EXPERT`] first, so the bits do not depend on the number of devices that divide the
+    /// experts.
     pub(crate) fn sum_of_experts(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         self.sum(
             if self.expert == 1 {
@@ -179,8 +184,8 @@ impl DeviceDivision {
         )
     }
 
-    /// Concatenates the parts in the last dimension, for computations that are the same on all
-    /// devices.
+    /// Concatenates the devices' parts of `x` along the last dimension. Every device gets the
+    /// whole.
     pub(crate) fn gathered(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let dim = x.rank().saturating_sub(1);
         self.divided()
@@ -191,21 +196,22 @@ impl DeviceDivision {
 }
 
 impl SharedInput<'_> {
-    /// Returns the product with a matrix that all devices have, for computations that differ
-    /// between them.
+    /// Returns the product of the input and a matrix that all devices hold, for device-specific
+    /// computations. Gradients of the product are summed over the devices.
     pub(crate) fn product(&self, matrix: &Linear) -> Result<Tensor> {
         inside(&matrix.forward(self.x)?, self.cx, self.axes)
     }
 }
 
-/// Returns a tensor that is the same on the devices along some axes, for computations that differ
-/// between them.
+/// Returns `x`, which is equal on the devices along `axes`, for device-specific computations. In
+/// the backward pass its gradients are summed over these devices.
 pub(crate) fn inside(x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
     axes.iter()
         .try_fold(x.clone(), |x, axis| cx.replicated(&x, axis))
 }
 
-/// Adds up over the devices along some axes, the last one first. All get the sum.
+/// Returns the sum of `x` over the devices along `axes`, the last axis first. All of them get the
+/// sum.
 pub(crate) fn sum(x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
     axes.iter()
         .rev()

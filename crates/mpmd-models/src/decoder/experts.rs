@@ -15,22 +15,22 @@ use crate::config;
 use crate::decoder::devices::DeviceDivision;
 use crate::decoder::matrix::{Matrices, MatrixForm, MatrixLayer};
 
-/// The experts of a layer, the router that gives each token its experts, and an expert that all
-/// tokens share.
+/// The experts of a layer, the router that gives each token its experts, and an optional shared
+/// expert for all tokens.
 ///
-/// Each device has some of the experts, and computes all of their tokens. The results are added up
-/// in the order of a binary tree over all experts, on and between devices.
+/// Each device has some of the experts, and computes all tokens routed to them. The results are
+/// summed in the order of a binary tree over all experts, within and between devices.
 ///
-/// A token has at most as many rows on a device as it takes experts, and as the device has. A probe
-/// of zeros has so many: all experts have equal shares, so each token takes the first ones, which
-/// are those of the device that is probed. So no microbatch has a larger graph.
+/// A probe of zeros builds the largest graph of any microbatch. All its experts have equal
+/// probabilities, so each token takes the first experts, which are those of the probed device. No
+/// token can have more rows on one device.
 pub(super) struct ExpertLayer {
     router: MatrixLayer,
     gate: Matrices,
     up: Matrices,
     down: Matrices,
     activation: Activation,
-    /// An MLP that all tokens take, and the weight of the factor of its result.
+    /// The shared expert, an MLP for all tokens, and the weight of the gate that scales its result.
     shared: Option<(Mlp, MatrixLayer)>,
     config: config::ExpertsConfig,
     over: DeviceDivision,
@@ -85,7 +85,7 @@ impl ExpertLayer {
         })
     }
 
-    /// Computes the experts of each token, and adds to the sums of the loss that balances them.
+    /// Computes the experts of each token, and adds this layer to the sums in `balance`.
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -139,7 +139,8 @@ impl ExpertLayer {
     }
 }
 
-/// Returns the experts that a token takes: those with the largest shares, of equal ones the first.
+/// Returns the experts of one token: the `per_token` largest shares. Among equal shares the lower
+/// index comes first.
 fn taken(shares: &[f32], per_token: usize) -> Vec<u32> {
     let mut experts: Vec<u32> = (0..shares.len() as u32).collect();
     let share = |expert: u32| shares[expert as usize];
@@ -154,7 +155,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the number of rows on each device of tokens with these shares.
+    /// Routes tokens with these router probabilities. Returns the number of rows on each device.
     fn rows(shares: &[Vec<f32>], per_token: usize, devices: usize) -> Vec<usize> {
         let own = shares[0].len() / devices;
         let taken: Vec<_> = shares

@@ -13,17 +13,18 @@ use super::norm::NormLayer;
 use crate::decoder::matrix::MatrixForm;
 use crate::rope::RopeRotation;
 
-/// Attention and MLP, each added to its input, with norms before and after.
+/// A decoder layer: attention and an MLP or experts, each added to the residual stream, with norms
+/// before and after them.
 pub(super) struct DecoderLayer {
     attention: AttentionLayer,
     mlp: FeedForward,
-    /// Before and after the attention, before and after the MLP.
+    /// The norms before and after attention, and before and after the MLP.
     norms: [Option<NormLayer>; 4],
     is_parallel: bool,
     residual_scale: f64,
 }
 
-/// The part of a layer behind the attention.
+/// The MLP or the experts that follow the attention in a layer.
 enum FeedForward {
     Mlp(Box<Mlp>),
     Experts(Box<ExpertLayer>),
@@ -60,7 +61,7 @@ impl DecoderLayer {
         })
     }
 
-    /// Changes the weights of all projections for inference.
+    /// Converts the weights of all projections to a form for inference.
     pub(super) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         self.attention.pack(form)?;
         match &mut self.mlp {
@@ -87,8 +88,8 @@ impl DecoderLayer {
             })?
     }
 
-    /// Returns the term that a part of the layer adds to its input. `first` is the index of the
-    /// norm before the part.
+    /// Returns the term that attention or MLP adds to the residual stream, norms included. `first`
+    /// is the index of the norm before `part` in `norms`.
     fn part(
         &self,
         x: &Tensor,

@@ -14,13 +14,13 @@ use mpmd::{MpmdArray, Program, Result};
 use crate::decoder::devices::SharedInput;
 use crate::decoder::matrix::{MatrixForm, MatrixLayer};
 
-/// Ends of the names of the two matrices, as the library `peft` has them: A `[rank, inputs]` and B
-/// `[outputs, rank]`.
+/// The suffixes of the names of the matrices A `[rank, inputs]` and B `[outputs, rank]`, as in the
+/// library `peft`.
 pub(crate) const MATRICES: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
-/// End of the name of a weight.
+/// The suffix of the name of a weight.
 pub(crate) const WEIGHT: &str = "weight";
 
-/// Pattern of the names of LoRA's matrices, which are trained.
+/// Regular expression for the names of LoRA's matrices, the only parameters that are trained.
 pub(crate) const TRAINED: &str = r"\.lora_[AB]\.weight$";
 
 /// The settings of LoRA: a layer computes `W x + alpha / rank B A x`.
@@ -28,7 +28,7 @@ pub(crate) const TRAINED: &str = r"\.lora_[AB]\.weight$";
 pub struct Lora {
     /// Number of rows of A, and of columns of B.
     pub rank: usize,
-    /// Factor of the product; it is divided by the rank.
+    /// Factor of the product `B A`, which is also divided by the rank.
     pub alpha: f64,
 }
 
@@ -41,7 +41,7 @@ impl Lora {
 /// A linear layer, with LoRA's matrices if the model has them.
 pub(crate) struct Projection {
     base: MatrixLayer,
-    /// A, B, and the factor of their product.
+    /// The matrices A and B, and the factor of their product. `None` without LoRA.
     lora: Option<(Linear, Linear, f64)>,
 }
 
@@ -70,12 +70,13 @@ impl Projection {
         })
     }
 
-    /// Changes the weight for inference, as [`MatrixLayer::pack`] does.
+    /// Converts the weight to a form for inference, as [`MatrixLayer::pack`] does.
     pub(crate) fn pack(&mut self, form: MatrixForm) -> CandleResult<()> {
         self.base.pack(form)
     }
 
-    /// Computes this device's part of the outputs. It has rows of the weight and of B.
+    /// Computes this device's part of the outputs. The device holds some rows of the weight and of
+    /// B.
     pub(crate) fn part(&self, x: &SharedInput<'_>) -> CandleResult<Tensor> {
         let y = self.base.forward(&x.inside)?;
         match &self.lora {
@@ -84,8 +85,8 @@ impl Projection {
         }
     }
 
-    /// Computes the outputs. The devices along these axes have parts of the inputs: columns of the
-    /// weight and of A.
+    /// Computes all outputs if the devices along `axes` divide the inputs. Each device holds some
+    /// columns of the weight and of A.
     pub(crate) fn whole(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> CandleResult<Tensor> {
         let y = self.base.forward_over(x, cx, axes)?;
         match &self.lora {
@@ -95,10 +96,11 @@ impl Projection {
     }
 }
 
-/// Issues the making of a matrix of LoRA. `None` if `name` is another parameter.
+/// Creates a matrix of LoRA as an array on the devices of `sharding`. `None` if `name` is another
+/// parameter.
 ///
-/// A has normal values with variance `1 / inputs`, which depend on the seed, the name and the index
-/// alone. B is zero, so the model is unchanged before the first step.
+/// A has normal values with variance `1 / inputs`, which depend only on the seed, the name and the
+/// element's index. B is zero, so the model is unchanged before the first step.
 pub(crate) fn initial(
     p: &mut Program,
     name: &str,
@@ -131,8 +133,8 @@ pub(crate) fn initial(
     )
 }
 
-/// Returns the parameters of all stages by name. With LoRA, issues the sums of weights and products
-/// of matrices, and returns them in place of both.
+/// Returns the parameters of all stages by name. With LoRA, issues the sums `W + alpha / rank B A`,
+/// and returns them instead of the weights and matrices.
 ///
 /// # Errors
 ///

@@ -8,7 +8,7 @@ use mpmd::candle::{Cx, Result, Tensor};
 pub(crate) enum MatrixLayer {
     Plain(Linear),
     Packed(PackedLinear),
-    /// Without values, for a probe: the number of outputs. Its results are zeros.
+    /// A layer without values, for a probe. Has the number of outputs; its results are zeros.
     Hollow(usize),
 }
 
@@ -21,8 +21,8 @@ impl MatrixLayer {
         }
     }
 
-    /// Computes the layer if the devices along these axes have parts of the inputs. Adds up the
-    /// products, then adds the bias.
+    /// Computes the layer if the devices along `axes` divide the inputs. Sums the products over the
+    /// devices, then adds the bias.
     pub(crate) fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
         match self {
             Self::Plain(linear) => linear.forward_over(x, cx, axes),
@@ -34,7 +34,7 @@ impl MatrixLayer {
         }
     }
 
-    /// Packs the weight, unless it is. With `in_half` its elements are rounded to `bf16`.
+    /// Converts the weight to `form`, unless it has been converted before.
     pub(crate) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         if let Self::Plain(linear) = self {
             *self = match form {
@@ -55,12 +55,12 @@ impl MatrixLayer {
     }
 }
 
-/// The linear layers of several experts, one for each.
+/// The linear layers of several experts: one weight matrix for each expert.
 #[derive(Debug)]
 pub(crate) enum Matrices {
     Plain(Grouped),
     Packed(Vec<PackedLinear>),
-    /// Only the numbers of experts and of outputs, without values, for a probe.
+    /// No values, for a probe: only the numbers of experts and of outputs.
     Hollow {
         experts: usize,
         outputs: usize,
@@ -68,8 +68,8 @@ pub(crate) enum Matrices {
 }
 
 impl Matrices {
-    /// Applies the layer of each expert to its rows of `x`. The rows of the first expert come
-    /// first. `rows` is the number of rows of each expert.
+    /// Applies each expert's layer to its rows of `x`. `rows` has the number of rows of each
+    /// expert; the rows of the first expert come first.
     pub(crate) fn forward(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor> {
         match self {
             Self::Plain(grouped) => grouped.forward(x, rows),
@@ -89,7 +89,7 @@ impl Matrices {
         }
     }
 
-    /// Packs the weights as [`MatrixLayer::pack`] does.
+    /// Converts the weights to `form`, as [`MatrixLayer::pack`] does.
     pub(crate) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         let Self::Plain(grouped) = self else {
             return Ok(());
@@ -118,21 +118,21 @@ impl Matrices {
     }
 }
 
-/// The form of matrices for inference.
+/// The storage form of matrices for inference.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum MatrixForm {
-    /// Packed. With `in_half` the elements are rounded to `bf16`.
+    /// Packed for fast products. If `in_half`, the elements are rounded to `bf16`.
     Packed { in_half: bool },
-    /// Without values, for a probe.
+    /// No values, for a probe.
     Hollow,
 }
 
-/// A table, of which each token has a row.
+/// An embedding table with one row for each token.
 #[derive(Debug)]
 pub(crate) enum Table {
     Plain(Embedding),
     Packed(PackedLinear),
-    /// Without values, for a probe: the numbers of rows and columns.
+    /// No values, for a probe: only the numbers of rows and columns.
     Hollow {
         rows: usize,
         columns: usize,
@@ -158,7 +158,7 @@ impl Table {
     }
 }
 
-/// Returns zeros of the shape of `x` but for the last dimension.
+/// Returns f32 zeros in the shape of `x`, but with `last` as the last dimension.
 fn zeros(x: &Tensor, last: usize) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
     shape.pop();

@@ -9,7 +9,8 @@ use crate::decoder::devices::DeviceDivision;
 use crate::decoder::lora::Projection;
 use crate::decoder::matrix::MatrixForm;
 
-/// Two projections with an activation function between them, and a third one for a gate.
+/// An MLP: two projections with an activation function between them, and in gated MLPs a third
+/// projection for the gate.
 pub(super) struct Mlp {
     gate: Option<Projection>,
     up: Projection,
@@ -19,7 +20,7 @@ pub(super) struct Mlp {
 }
 
 impl Mlp {
-    /// Creates an MLP with `inner` elements between the projections.
+    /// Creates an MLP with the width `inner` between its projections.
     pub(super) fn new(
         DecoderPlan {
             config, lora, over, ..

@@ -37,18 +37,19 @@ pub(crate) use cache::{Caches, PassRows};
 use layer::{DecoderLayer, scaled};
 use norm::NormLayer;
 
-/// Name of the embedding's table, `[vocab_size, hidden_size]`.
+/// Name of the embedding's weight, `[vocab_size, hidden_size]`.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
-/// Name of the output's weight, `[vocab_size, hidden_size]`.
+/// Name of the output layer's weight, `[vocab_size, hidden_size]`.
 pub(crate) const OUTPUT: &str = "lm_head.weight";
 
-/// Some layers of a model. The first part has the embedding too, the last part the output.
+/// A part of a model: some consecutive layers. The first part also has the embedding, the last part
+/// also the final norm and the output layer.
 pub(crate) struct Decoder {
     embedding: Option<Table>,
-    /// The table of learned positions.
+    /// The learned position embeddings. `None` if the model or this part has none.
     positions: Option<Embedding>,
     embedding_scale: f64,
-    /// Those of [`ModelConfig::ropes`].
+    /// The angles of each rotary embedding in [`ModelConfig::ropes`].
     angles: Vec<RopeAngles>,
     layers: Vec<DecoderLayer>,
     head: Option<(NormLayer, MatrixLayer)>,
@@ -58,31 +59,32 @@ pub(crate) struct Decoder {
     over: DeviceDivision,
 }
 
-/// The values that a decoder is made from, beside its parameters.
+/// The values, apart from parameters, from which a [`Decoder`] is built.
 #[derive(Clone, Copy)]
 pub(crate) struct DecoderPlan<'a> {
     pub(crate) config: &'a ModelConfig,
     pub(crate) lora: Option<Lora>,
-    /// Those of [`ModelConfig::ropes`].
+    /// The angles of each rotary embedding in [`ModelConfig::ropes`].
     pub(crate) angles: &'a [RopeAngles],
     pub(crate) over: DeviceDivision,
 }
 
-/// The keys and values of earlier tokens, and the tokens of a pass that follow them.
+/// The caches with the keys and values of earlier tokens, and the rows of the pass that follow
+/// them.
 struct CachedPass<'a> {
     caches: &'a mut Caches,
     rows: &'a PassRows,
 }
 
 impl Decoder {
-    /// Creates the layers `layers` from parameters by name.
+    /// Creates a part with the layers `layers`, whose parameters `vb` gives by name.
     ///
-    /// A part with all layers of a model with tied embeddings asks for no output weight. A last
-    /// part without the embedding asks for one in any case.
+    /// If embeddings are tied and the part has all layers, it shares the embedding with the output
+    /// layer. A last part without the embedding always reads an output weight.
     ///
     /// # Errors
     ///
-    /// As [`VarBuilder::get_with_hints`].
+    /// As for [`VarBuilder::get_with_hints`].
     pub(crate) fn new(
         plan: DecoderPlan<'_>,
         layers: Range<usize>,
@@ -91,8 +93,8 @@ impl Decoder {
         Self::with_tables(plan, layers, [None, None], vb)
     }
 
-    /// Does the same as [`Decoder::new`], with this embedding and output in place of those of the
-    /// parameters.
+    /// Creates a part as [`Decoder::new`] does. A given embedding or output is used instead of the
+    /// one in `vb`.
     fn with_tables(
         plan: DecoderPlan<'_>,
         layers: Range<usize>,
@@ -150,9 +152,9 @@ impl Decoder {
         })
     }
 
-    /// Creates the layers as [`Decoder::new`] does, for inference. Their weights are packed layer
-    /// by layer, so that others are needed for one layer alone. `table` returns the embedding or
-    /// the output, and `params` the other parameters of some layers.
+    /// Creates a part as [`Decoder::new`] does, for inference. Packs the weights layer by layer, so
+    /// unpacked weights exist for one layer at a time. `table` returns the embedding or the output
+    /// by name, and `params` the other parameters of some layers.
     ///
     /// # Errors
     ///
@@ -196,7 +198,7 @@ impl Decoder {
         whole.ok_or_else(|| CandleError::msg("a part without layers"))
     }
 
-    /// Takes the values of the matrices away, for a probe. The results are zeros.
+    /// Drops the values of all matrices, for a probe. The part then computes zeros.
     ///
     /// # Errors
     ///
@@ -217,10 +219,11 @@ impl Decoder {
         Ok(self)
     }
 
-    /// Computes the part's layers. `x` are tokens `[batch, time]` for the first part, otherwise the
-    /// outputs of the part before. `starts` `[batch, time]` are the columns at which the tokens'
-    /// sequences start, if a row has several. Returns `[batch, time, hidden_size]`, from the last
-    /// part too.
+    /// Computes the layers of this part. `x` has tokens `[batch, time]` for the first part,
+    /// otherwise the outputs of the part before.
+    ///
+    /// `starts` `[batch, time]` has the column at which each token's sequence starts, if a row has
+    /// several sequences. Returns `[batch, time, hidden_size]`, also from the last part.
     ///
     /// # Errors
     ///
@@ -234,8 +237,8 @@ impl Decoder {
         self.run(x, starts, None, None, cx)
     }
 
-    /// Does the same as [`Decoder::forward`], and adds to the sums of the loss that balances
-    /// experts.
+    /// Computes the same as [`Decoder::forward`], and adds the part's layers to the sums of the
+    /// balancing loss.
     ///
     /// # Errors
     ///
@@ -250,8 +253,8 @@ impl Decoder {
         self.run(x, starts, None, Some(balance), cx)
     }
 
-    /// Computes the part's layers for tokens of several sequences, which follow those in the
-    /// caches, and adds them. The shapes are those of [`Decoder::forward`], with a batch of one.
+    /// Computes the layers for tokens that follow those in the caches, and adds their keys and
+    /// values to the caches. Shapes are those of [`Decoder::forward`], with a batch of one.
     ///
     /// # Errors
     ///
@@ -308,7 +311,8 @@ impl Decoder {
         Ok(x)
     }
 
-    /// Returns the rows of tokens. Each device may have a part of the table.
+    /// Returns the embedding rows of tokens. If devices divide the table, the rows are summed over
+    /// them.
     fn embed(&self, table: &Table, tokens: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let rows = table.rows()?;
         if rows == self.vocab_size {
@@ -376,8 +380,8 @@ impl Decoder {
     }
 }
 
-/// Replaces the rows of other devices' tokens by zeros. Selects them instead of multiplying by
-/// zero: a product with an infinite or NaN row is NaN, and would spoil all tokens of a pass.
+/// Replaces rows by zeros where `is_own` is 0: rows of tokens that other devices hold. Selects
+/// instead of multiplying by zero, since zero times infinity or NaN is NaN.
 fn own_rows(rows: Tensor, is_own: &Tensor) -> Result<Tensor> {
     let is_own = is_own
         .unsqueeze(is_own.rank())?
@@ -386,7 +390,7 @@ fn own_rows(rows: Tensor, is_own: &Tensor) -> Result<Tensor> {
     is_own.where_cond(&rows, &rows.zeros_like()?)
 }
 
-/// Returns the name and shape of each parameter of a model. The dtype is f32.
+/// Returns the name and shape of each parameter of a model, all in f32.
 ///
 /// # Errors
 ///

@@ -7,11 +7,11 @@ use mpmd::candle::{Cx, Result, Tensor};
 use crate::config::{self, ModelConfig};
 use crate::decoder::devices::{self, DeviceDivision};
 
-/// A norm of rows.
+/// A layer norm or RMS norm over the last dimension.
 pub(super) struct NormLayer {
     norm: LayerNorm,
     adds_one: bool,
-    /// Number of elements of a row, of all devices together.
+    /// Number of elements in a row, summed over the devices that divide it.
     width: usize,
 }
 
@@ -35,7 +35,8 @@ impl NormLayer {
         }
     }
 
-    /// Computes the norm of rows that differ between the devices along these axes.
+    /// Computes the norm of rows that differ between the devices along `axes`. Gradients of the
+    /// weight are summed over these devices.
     pub(super) fn inside(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
         if axes.is_empty() {
             return self.forward(x);
@@ -45,7 +46,7 @@ impl NormLayer {
         Self { norm, ..*self }.forward(x)
     }
 
-    /// Computes the norm of rows of which each device along these axes has a part.
+    /// Computes the norm of rows that the devices along `axes` divide.
     pub(super) fn over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
         if axes.is_empty() {
             return self.forward(x);
@@ -57,10 +58,10 @@ impl NormLayer {
     }
 }
 
-/// Layer norms of heads, without bias. Each head has its own weight.
+/// Layer norms without bias over single heads. Each head has its own weight.
 pub(super) struct HeadNorms {
     norm: LayerNorm,
-    /// `[heads, head_dim]`.
+    /// The weights, `[heads, head_dim]`.
     weights: Tensor,
 }
 
@@ -74,8 +75,8 @@ impl HeadNorms {
         Ok(Self { norm, weights })
     }
 
-    /// Computes the norms of this device's heads, `[batch, time, heads, head_dim]`, which differ
-    /// between the devices along these axes.
+    /// Computes the norms of this device's heads, `[batch, time, heads, head_dim]`. The devices
+    /// along `axes` have different heads.
     pub(super) fn inside(
         &self,
         x: &Tensor,

@@ -6,23 +6,25 @@ use std::sync::Arc;
 use mpmd::candle::candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Shape, bail};
 use mpmd::candle::{Result, Tensor};
 
-/// The rows of a device's experts, one expert after another. A row is a token that an expert takes.
+/// The routes of tokens to a device's experts and back. Each row is one (expert, token) pair; rows
+/// are ordered by expert.
 pub(super) struct Routes {
-    /// The experts of the device.
+    /// The experts of this device.
     experts: Range<usize>,
-    /// Number of rows of each of them.
+    /// Number of rows of each expert of this device.
     pub(super) rows: Vec<usize>,
     /// The token of each row.
     tokens: Vec<usize>,
-    /// The place of each row's weight among those of all tokens, and their number.
+    /// The index of each row's weight in the tensor of all routing weights. `all` is the length of
+    /// that tensor.
     weights: Vec<usize>,
     all: usize,
-    /// For each token (expert, row), by expert.
+    /// For each token, its (expert, row) pairs in the order of experts.
     places: Vec<Vec<(usize, usize)>>,
 }
 
 impl Routes {
-    /// Creates the routes to these experts. `taken` has the experts of each token.
+    /// Creates the routes to `experts`. `taken` has the experts of each token.
     pub(super) fn new(taken: &[Vec<u32>], experts: Range<usize>) -> Self {
         // (expert, token, place of the weight)
         let mut all = Vec::new();
@@ -57,7 +59,8 @@ impl Routes {
         }
     }
 
-    /// Returns the vector of each row's token, from those of all tokens.
+    /// Returns for each row the vector of its token. `x` has the vectors of all tokens, of `width`
+    /// elements each.
     fn spread(&self, x: &[f32], width: usize) -> Vec<f32> {
         let rows = self.tokens.iter();
         rows.flat_map(|token| &x[token * width..(token + 1) * width])
@@ -65,9 +68,10 @@ impl Routes {
             .collect()
     }
 
-    /// Adds up the rows of each token, in the order of a binary tree over all experts: the sums of
-    /// both halves are added. So a half may be summed elsewhere. A token without rows gets -0,
-    /// which changes nothing that it is added to. `read` writes a row.
+    /// Returns for each token the sum of its rows. `read` writes a row to a buffer.
+    ///
+    /// Adds in the order of a binary tree over all experts, so that a half of the tree may be
+    /// summed on another device. A token without rows gets -0, which changes no sum.
     fn sum(&self, width: usize, read: &dyn Fn(usize, &mut [f32])) -> Vec<f32> {
         let mut out = vec![-0.0; self.places.len() * width];
         for (places, out) in self.places.iter().zip(out.chunks_exact_mut(width.max(1))) {
@@ -79,7 +83,7 @@ impl Routes {
     }
 }
 
-/// Adds up the rows of these places in `out`. Their experts are among `experts`.
+/// Writes the sum of the rows at `places` to `out`. `experts` contains their experts.
 fn add(
     places: &[(usize, usize)],
     experts: Range<usize>,
@@ -106,19 +110,22 @@ fn add(
     }
 }
 
-/// Gives each row the vector of its token; with weights, times that of the row.
+/// Operation that copies each token's vector to its rows. With weights, each row is multiplied by
+/// its own.
 ///
-/// The sums of a token's rows are its gradient, in an order that does not depend on the experts'
-/// devices.
+/// The gradient of a token is the sum of its rows, in an order that does not depend on the devices
+/// of the experts.
 pub(super) struct SpreadRows(pub(super) Arc<Routes>);
 
-/// Adds up the rows of each token; with weights, each times its own.
+/// Operation that adds up the rows of each token. With weights, each row is multiplied by its own
+/// before.
 ///
-/// An operation of its own, and not a product before: candle leaves factors out of the graph where
-/// a device has no rows, and all devices must have the same collectives.
+/// The weights are part of this operation because candle drops factors from the graph on a device
+/// without rows. All devices must call the same collectives.
 pub(super) struct Sum(pub(super) Arc<Routes>);
 
-/// Computes the gradient of each weight from those of the tokens, and from the rows.
+/// Operation that computes the gradient of each routing weight from the gradients of the tokens and
+/// the rows.
 struct RouteWeights(Arc<Routes>);
 
 impl CustomOp1 for SpreadRows {
@@ -258,7 +265,7 @@ impl CustomOp2 for RouteWeights {
     }
 }
 
-/// Returns the elements of a tensor.
+/// Returns the f32 elements of a contiguous tensor.
 fn values<'a>(x: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     match (x, layout.contiguous_offsets()) {
         (CpuStorage::F32(values), Some((from, to))) => Ok(&values[from..to]),
@@ -273,7 +280,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the sums of rows with these results, which are those of the token's experts.
+    /// Returns the sum of one token's rows on the experts `of`. `experts` has the token's experts,
+    /// and `results` the value of each.
     fn sum(experts: &[u32], of: Range<usize>, results: &[f32]) -> f32 {
         let routes = Routes::new(&[experts.to_vec()], of);
         routes.sum(1, &|row, out| out[0] = results[routes.weights[row]])[0]

@@ -6,17 +6,17 @@ use mpmd::candle::nn::BLOCK;
 
 use crate::hub::folder::Folder;
 
-/// The room for sequences of an inference.
+/// The capacity of an inference's caches.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Room {
-    /// Number of blocks for keys and values, of [`BLOCK`] tokens each.
+    /// Number of blocks in the cache of keys and values, of [`BLOCK`] tokens each.
     pub blocks: usize,
-    /// Number of sequences at a time.
+    /// Largest number of sequences at the same time.
     pub sequences: usize,
 }
 
 impl Room {
-    /// Returns the room for one sequence of up to `positions` tokens.
+    /// Returns the capacity for one sequence of up to `positions` tokens.
     pub fn for_one(positions: usize) -> Self {
         Self {
             blocks: positions.div_ceil(BLOCK),
@@ -25,29 +25,30 @@ impl Room {
     }
 }
 
-/// The bytes that a device holds of a stage.
+/// The memory that a stage needs on a device, in bytes per unit.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct HeldBytes {
-    /// For each element of a parameter.
+    /// Bytes per element of a parameter.
     pub element: u64,
-    /// For each layer, beside its parameters.
+    /// Bytes per layer in addition to its parameters, such as caches.
     pub layer: u64,
 }
 
 impl HeldBytes {
-    /// Trained parameters, in f32: the array, the model's copy, the gradient, and two moments.
+    /// The bytes of trained parameters in f32: the array, the model's copy, the gradient, and two
+    /// moments of the optimiser.
     pub const TRAINING: Self = Self {
         element: 5 * 4,
         layer: 0,
     };
-    /// Parameters that are not trained, in f32: the array, and the model's copy.
+    /// The bytes of frozen parameters in f32: the array and the model's copy.
     pub const FROZEN: Self = Self {
         element: 2 * 4,
         layer: 0,
     };
 
-    /// Returns the bytes for inference with caches of size `room`. Weights are `bf16` if `in_half`,
-    /// else `f32`.
+    /// Returns the bytes for an inference with caches of capacity `room`. Weights are in `bf16` if
+    /// `in_half`, else in `f32`.
     pub fn inference(folder: &Folder, room: Room, in_half: bool) -> Self {
         let config = folder.config();
         let token = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
@@ -59,10 +60,10 @@ impl HeldBytes {
     }
 }
 
-/// The costs of a layer, or of the parts that a first or last stage has beside its layers.
+/// The cost of a layer on a device, or of the embedding or output of a stage.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Cost {
-    /// Work of a token, in any unit.
+    /// Computation per token, proportional to its multiplications.
     pub(crate) work: u64,
     /// Memory, in bytes.
     pub(crate) bytes: u64,
@@ -77,19 +78,19 @@ impl Cost {
     }
 }
 
-/// A stage that has too little memory for any division.
+/// A stage for which no division needs little enough memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct TooLittle {
     pub(crate) stage: usize,
-    /// The least memory that it needs, if all stages before it are filled.
+    /// The least memory that the stage needs if all earlier stages are filled, in bytes.
     pub(crate) needs: u64,
 }
 
-/// The costs of a model's layers on a device of a stage, and of the other parts of the first and
-/// the last stage.
+/// The costs of the model's layers on one device of a stage. `first` and `last` are the costs of
+/// the parts that only the first and the last stage have.
 #[derive(Clone, Debug)]
 pub(crate) struct Layers {
-    /// The costs of the first layers together, for each number of layers.
+    /// Prefix sums: `sums[n]` is the cost of the first `n` layers.
     sums: Vec<Cost>,
     first: Cost,
     last: Cost,
@@ -105,7 +106,8 @@ impl Layers {
     }
 }
 
-/// The costs of a model's layers, for each stage: its devices may have parts of the layers.
+/// The costs of a model's layers for each stage. They differ between stages, since a stage's
+/// devices may divide the layers.
 #[derive(Clone, Debug)]
 pub(crate) struct ModelCosts(pub(crate) Vec<Layers>);
 
@@ -114,18 +116,18 @@ impl ModelCosts {
         self.0.len()
     }
 
-    /// Returns the number of layers.
+    /// Returns the number of layers of the model.
     fn len(&self) -> usize {
         self.0.first().map_or(0, |layers| layers.sums.len() - 1)
     }
 
-    /// Divides the layers over stages of one layer or more. The stage with most work has
-    /// as little as possible; among such divisions, the works are as equal as possible. A stage has
-    /// at most its bytes of `limits`, if it has any.
+    /// Divides the layers over the stages, with at least one layer for each. Minimises the largest
+    /// work of a stage; among such divisions, evens out the works. A stage needs at most
+    /// `limits[stage]` bytes, if `limits` is not empty.
     ///
     /// # Errors
     ///
-    /// If the limits are too low.
+    /// If no division stays within the limits.
     ///
     /// # Panics
     ///
@@ -171,7 +173,7 @@ impl ModelCosts {
         Ok(ranges)
     }
 
-    /// Returns the costs of a device of a stage with these layers.
+    /// Returns the cost of `layers` on a device of stage `stage`.
     pub(crate) fn cost(&self, layers: Range<usize>, stage: usize) -> Cost {
         let Layers { sums, first, last } = &self.0[stage];
         let before = sums[layers.start];
@@ -189,7 +191,7 @@ impl ModelCosts {
         }
     }
 
-    /// Returns the least work that some division does not exceed in any stage.
+    /// Returns the smallest bound on the work of a stage that some division keeps within `limits`.
     fn least_work(&self, limits: &[u64]) -> Result<u64, TooLittle> {
         let all = (0..self.stages()).map(|stage| self.cost(0..self.len(), stage).work);
         let all = all.max().unwrap_or(0);
@@ -207,8 +209,9 @@ impl ModelCosts {
         Ok(high)
     }
 
-    /// Fills one stage after another with as many layers as work and memory allow. Fails at the
-    /// first stage for which a layer does not fit, or at the last one if layers are left.
+    /// Checks that the layers fit if each stage has at most `most` work and its bytes in `limits`.
+    /// Gives each stage in turn as many layers as fit. The error names the first stage for which a
+    /// layer does not fit, or the last one if layers remain.
     fn fits(&self, limits: &[u64], most: u64) -> Result<(), TooLittle> {
         let mut start = 0;
         let stages = self.stages();
@@ -238,8 +241,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the costs of layers with this work, for stages that are divided over so many
-    /// devices.
+    /// Returns costs of layers for stages with these numbers of devices. `works` has the work of
+    /// each layer on one device.
     fn costs(devices: &[u64], works: &[u64], first: u64, last: u64) -> ModelCosts {
         let of = |devices: &u64| {
             let cost = |work: &u64| Cost {
@@ -252,7 +255,7 @@ mod tests {
         ModelCosts(devices.iter().map(of).collect())
     }
 
-    /// Returns the number of layers of each stage.
+    /// Returns the number of layers in each stage of the division.
     fn lengths(model: &ModelCosts, limits: &[u64]) -> Vec<usize> {
         let cut = model.cut(limits).unwrap();
         let ends = cut.iter().map(|range| range.end);
@@ -261,7 +264,7 @@ mod tests {
         cut.into_iter().map(|range| range.len()).collect()
     }
 
-    /// Tries all divisions.
+    /// Returns the least possible work of the largest stage, by trying all divisions.
     fn least(model: &ModelCosts, start: usize, stage: usize) -> u64 {
         let (all, stages) = (model.len(), model.stages());
         if stage + 1 == stages {

@@ -15,23 +15,23 @@ use crate::division::costs::{Cost, HeldBytes, Layers, ModelCosts, TooLittle};
 use crate::error::{DivisionError, InvalidSetting};
 use crate::hub::folder::Folder;
 
-/// The division of a model over stages and devices. By default each stage has one device, and
-/// memory has no limit.
+/// The requested division of a model over stages and devices. By default each stage has one device,
+/// and memory has no limit.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Division {
-    /// The layers of each stage. If empty, layers are divided by their work.
+    /// The layers of each stage. If empty, layers are divided by their computation.
     pub layers: Vec<Range<usize>>,
-    /// Number of devices over which each stage's layers are divided: one number for all stages, or
-    /// one for each. Empty: 1.
+    /// Number of devices that share each layer of a stage: one number for all stages, or one for
+    /// each. If empty, 1.
     pub tensor_parallel: Vec<usize>,
-    /// Number of devices over which each stage's experts are divided: one number for all stages, or
-    /// one for each. Empty: 1.
+    /// Number of devices that share the experts of a stage: one number for all stages, or one for
+    /// each. If empty, 1.
     pub expert_parallel: Vec<usize>,
-    /// Bytes of a device of each stage. Empty: without a limit.
+    /// Memory of one device of each stage, in bytes. If empty, memory has no limit.
     pub memory: Vec<u64>,
 }
 
-/// Divides the layers by their work.
+/// Divides the layers over the stages so that the largest work of a stage is least.
 ///
 /// # Errors
 ///
@@ -49,7 +49,7 @@ pub(crate) fn by_work(
         })
 }
 
-/// Checks that given ranges have all layers of a model, each once.
+/// Checks that the given ranges contain each layer of the model exactly once.
 pub(crate) fn check_layers(
     ranges: &[Range<usize>],
     layers: usize,
@@ -90,7 +90,7 @@ pub(crate) fn check_layers(
     Ok(())
 }
 
-/// Checks that each stage has memory for given layers.
+/// Checks that the layers of each stage fit into the memory of its devices, `limits`.
 pub(crate) fn check_memory(
     costs: &ModelCosts,
     ranges: &[Range<usize>],
@@ -106,8 +106,8 @@ pub(crate) fn check_memory(
     Ok(())
 }
 
-/// Returns the costs of the layers on a device of each stage, and of the other parts of the first
-/// and the last stage. `over` is the division of each stage over its devices.
+/// Returns the costs of the model's layers for each stage. `over` has the division of each stage
+/// over its devices.
 pub(crate) fn costs(
     folder: &Folder,
     over: &[DeviceDivision],
@@ -128,10 +128,13 @@ pub(crate) fn costs(
     ))
 }
 
-/// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's
-/// work is the number of its parameters, of experts of those that a token takes. Of the embedding a
-/// token reads a row. Where there are caches, tokens of prompts need no logits: a third of all
-/// tokens is taken to be such.
+/// Returns the costs of the model's layers for one of `stages` stages that is divided by `over`.
+///
+/// The work of a layer is the number of its parameters; of the experts only those that a token
+/// takes count. The embedding has no work, since a token only reads a row.
+///
+/// An inference (`held.layer` is not 0) computes no logits for tokens of prompts. These are assumed
+/// to be a third of all tokens.
 fn costs_on(
     folder: &Folder,
     over: DeviceDivision,

@@ -13,8 +13,8 @@ use crate::decoder::devices::DeviceDivision;
 use crate::error::{DivisionError, InvalidSetting, unexpected};
 use crate::hub::folder::{CONFIG, Folder};
 
-/// (pattern of the names of parameters, tactic). Names have the same meaning in all families, so
-/// they share the rules.
+/// Pairs (regular expression for names of parameters, sharding tactic). Names have the same meaning
+/// in all families, so all share these rules.
 const RULES: [(&str, &str); 5] = [
     (
         r".*\.experts\.(gate|up)_proj\.weight",
@@ -38,7 +38,7 @@ const RULES: [(&str, &str); 5] = [
     ),
 ];
 
-/// Returns the rules for a model, in order.
+/// Returns the rules for a model's parameters. The first rule whose pattern matches a name applies.
 fn rules(config: &ModelConfig, over: DeviceDivision) -> Vec<(&'static str, &'static str)> {
     let mut rules = RULES.to_vec();
     let all = r#"shard_dim(["tensor", "repeat"], 0)"#;
@@ -55,11 +55,12 @@ fn rules(config: &ModelConfig, over: DeviceDivision) -> Vec<(&'static str, &'sta
     rules
 }
 
-/// Divides the parameters of a stage over the devices of its mesh.
+/// Returns the division of a stage's parameters over the devices of its mesh.
 ///
 /// # Errors
 ///
-/// If the mesh has some of the axes only, or its devices do not divide a parameter evenly.
+/// If the mesh has only some of the axes of [`DeviceDivision`], or its devices do not divide a
+/// parameter evenly.
 pub(crate) fn divided(
     config: &ModelConfig,
     mesh: &Mesh,
@@ -102,11 +103,12 @@ pub(crate) fn shardings(
     Ok(names.zip(divided.shardings()).collect())
 }
 
-/// Returns the division of a model's layers over `devices` devices.
+/// Returns the division of a layer over `devices` devices by tensor parallelism.
 ///
 /// # Errors
 ///
-/// If these do not divide its heads, or its MLPs. The message names the key of the config.
+/// If `devices` does not divide the heads or the MLPs evenly. The message names the key of the
+/// config.
 pub(crate) fn over(folder: &Folder, devices: usize) -> Result<DeviceDivision> {
     let config = folder.config();
     let refused = |key, expected: String, found: usize| {
@@ -154,11 +156,12 @@ pub(crate) fn over(folder: &Folder, devices: usize) -> Result<DeviceDivision> {
     })
 }
 
-/// Returns the number of devices over which a model's experts are divided, if that is possible.
+/// Checks that `devices` devices can divide the model's experts, and returns `devices`.
 ///
 /// # Errors
 ///
-/// If the model has no experts, or `devices` is no power of two that divides their number.
+/// If the model has no experts, or `devices` is not a power of two that divides the number of
+/// experts.
 pub(crate) fn over_experts(folder: &Folder, devices: usize) -> Result<usize, DivisionError> {
     let refused =
         |expected: &str| Err(InvalidSetting::new("expert_parallel", expected, devices).into());

@@ -38,7 +38,7 @@ pub(super) const DEFAULTS: Defaults = Defaults {
     divides: true,
 };
 
-/// Reads the common settings of Gemma 2 and 3.
+/// Reads the settings that Gemma 2 and Gemma 3 have in common.
 pub(super) fn gemma(
     keys: &ConfigKeys<'_>,
     or: &Defaults,
@@ -68,7 +68,7 @@ pub(super) fn gemma(
     Ok(config)
 }
 
-/// Reads a cap. `None` if it is null.
+/// Reads a soft limit on scores or logits. `None` if the key is null.
 fn cap(keys: &ConfigKeys<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
     keys.unless_null(key, default, |keys, key| {
         Ok(keys.positive(key)?.unwrap_or_default())

@@ -33,11 +33,11 @@ use crate::config::{
 };
 use crate::error::unexpected;
 
-/// Limit on the number of layers, whose names are kept in memory.
+/// Limit on the number of layers, since the names of their parameters are kept in memory.
 const MOST_LAYERS: usize = 10_000;
-/// Limit on the number of experts of all layers.
+/// Limit on the number of experts in all layers together.
 const MOST_EXPERTS: usize = 100_000;
-/// Names of the norms of a layer that norms only inputs.
+/// Norm names of a layer that has norms only before attention and before the MLP.
 const BEFORE: [Option<&str>; 4] = [
     Some("input_layernorm"),
     None,
@@ -45,20 +45,23 @@ const BEFORE: [Option<&str>; 4] = [
     None,
 ];
 
-/// A family of models, which one class of the library `transformers` computes.
+/// A family of models: those that one class of the library `transformers` computes.
 #[derive(Debug)]
 pub(crate) struct Family {
-    /// `model_type` in its configs.
+    /// The value of `model_type` in configs of this family.
     pub(crate) name: &'static str,
-    /// Reads a config.
+    /// Function that reads a config of this family.
     pub(crate) read: fn(&ConfigKeys<'_>) -> Result<ModelConfig>,
-    /// Its own words for keys of a config, and for parts of parameters' names between dots.
+    /// Names that differ in this family, as (common name, name in this family): keys of configs,
+    /// and dot-separated parts of parameter names.
     pub(crate) words: &'static [(&'static str, &'static str)],
-    /// Returns the rows that a projection, by its part of the name, has in a tensor of several.
+    /// Function that returns the rows of a projection within a fused tensor. Its argument is the
+    /// projection's part of the parameter's name. `None` if the projection has a tensor of its own.
     pub(crate) fused: fn(&ModelConfig, &str) -> Option<TensorRows>,
-    /// True if files have the weights of projections as `[inputs, outputs]`.
+    /// True if files have the weights of projections as `[inputs, outputs]`, not `[outputs,
+    /// inputs]`.
     pub(crate) is_transposed: bool,
-    /// Ends of the names of tables in files that nothing needs.
+    /// Name suffixes of tensors in the files that the model does not need.
     pub(crate) ignored: &'static [&'static str],
 }
 
@@ -81,13 +84,13 @@ pub(crate) static FAMILIES: [Family; 15] = [
     stablelm::FAMILY,
 ];
 
-/// Reads a `config.json`. A missing setting has the default of the library `transformers`.
+/// Reads a `config.json`. A missing setting has the default that the library `transformers` gives
+/// it.
 ///
 /// # Errors
 ///
-/// If the file cannot be read, describes no model of a known family, or has a key that may change
-/// results and that nothing handles. The message names the file, the key, the expected and the
-/// found value.
+/// If the file cannot be read, or describes no model of a known family. If it has an unknown key
+/// that may change results. The message names the file, the key, the expected and the found value.
 pub(crate) fn read(file: &Path) -> Result<(&'static Family, ModelConfig)> {
     let text =
         read_regular(file, LARGEST_FILE).map_err(|why| unexpected(file, "", EXPECTED, why))?;
@@ -120,7 +123,7 @@ pub(crate) fn read(file: &Path) -> Result<(&'static Family, ModelConfig)> {
     Ok((family, config))
 }
 
-/// A family whose files have the decoder's own names and forms.
+/// A family whose files have the decoder's own parameter names and shapes.
 const PLAIN: Family = Family {
     name: "",
     read: |keys| base(keys, &LLAMA),
@@ -130,20 +133,22 @@ const PLAIN: Family = Family {
     ignored: &["rotary_emb.inv_freq"],
 };
 
-/// The place of a parameter in the files: rows of a tensor, or of several that it is a stack of.
+/// The source of a parameter in a model's files: rows of one tensor, or of several tensors that are
+/// stacked.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ParameterSource {
-    /// The name of the tensor. `*` stands for the index of one of several.
+    /// The name of the tensor in the files. For stacked tensors, `*` stands for the index.
     pub(crate) name: String,
-    /// Number of tensors, if the parameter is a stack of them: a tensor for each expert.
+    /// Number of stacked tensors, one for each expert. `None` if the parameter comes from one
+    /// tensor.
     pub(crate) stacked: Option<usize>,
     pub(crate) rows: TensorRows,
-    /// True if the tensor is `[inputs, outputs]`, so that the rows are its columns.
+    /// True if the tensor is `[inputs, outputs]`: rows of the parameter are columns of the tensor.
     pub(crate) is_transposed: bool,
 }
 
 impl ParameterSource {
-    /// Returns the names of the tensors.
+    /// Returns the names of the tensors in the files, in the order of stacking.
     pub(crate) fn names(&self) -> Vec<String> {
         match self.stacked {
             None => vec![self.name.clone()],
@@ -154,20 +159,20 @@ impl ParameterSource {
     }
 }
 
-/// Blocks of rows of a tensor, which are the rows of a parameter one after another.
+/// Rows of a tensor that form a parameter: blocks of equal length at equal distances.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct TensorRows {
     /// First row of the first block.
     first: usize,
     /// Number of rows in a block.
     len: usize,
-    /// Number of rows from the start of a block to that of the next.
+    /// Number of rows from the start of one block to the start of the next.
     stride: usize,
     blocks: usize,
 }
 
 impl TensorRows {
-    /// Returns one block.
+    /// Returns a single block of `len` rows from row `first` on.
     pub(crate) fn block(first: usize, len: usize) -> Self {
         Self {
             first,
@@ -177,25 +182,25 @@ impl TensorRows {
         }
     }
 
-    /// Returns (first row of the parameter, rows of the tensor) of each block.
+    /// Returns (first row in the parameter, rows of the tensor) of each block.
     pub(crate) fn places(self) -> impl Iterator<Item = (usize, Range<usize>)> {
         let start = move |block| self.first + block * self.stride;
         (0..self.blocks).map(move |block| (block * self.len, start(block)..start(block) + self.len))
     }
 
-    /// Returns the number of rows of a tensor that ends with these.
+    /// Returns the end of the last block, as a row index of the tensor.
     pub(crate) fn end(self) -> usize {
         self.places().last().map_or(0, |(_, rows)| rows.end)
     }
 }
 
 impl Family {
-    /// Returns its own word for a key.
+    /// Returns this family's name for a config key.
     pub(crate) fn key(&self, key: &'static str) -> &'static str {
         word(self.words, key)
     }
 
-    /// Returns the place of a parameter of this shape.
+    /// Returns the source of the parameter `name` of this shape in the files.
     pub(crate) fn source(
         &self,
         config: &ModelConfig,
@@ -223,24 +228,25 @@ impl Family {
     }
 }
 
-/// The settings of a family's config without their keys, as `transformers` has them.
+/// Defaults of a family's config settings, as in the library `transformers`.
 struct Defaults {
     vocab_size: usize,
     hidden_size: usize,
     intermediate_size: usize,
     layers: usize,
     heads: usize,
-    /// Number of heads of keys and values. `None` if each query head has its own.
+    /// Number of heads of keys and values. `None` if there are as many as query heads.
     groups: Option<usize>,
-    /// Width of a head. `None` if the heads divide the width.
+    /// Width of a head. `None` for the hidden size divided by the number of heads.
     head_dim: Option<usize>,
     norm_eps: f64,
     is_tied: bool,
-    /// Key and default of the activation function.
+    /// Config key of the activation function, and its default.
     activation: (&'static str, &'static str),
     rope: RopeDefaults,
     is_rotary: bool,
-    /// True if `transformers` refuses heads that do not divide the width.
+    /// True if the hidden size must be a multiple of the number of heads, as `transformers`
+    /// requires.
     divides: bool,
 }
 
@@ -264,8 +270,8 @@ const LLAMA: Defaults = Defaults {
     divides: true,
 };
 
-/// Reads the settings that most families have, of a decoder with RMS norms before attention and
-/// MLP, a gated MLP, and no biases.
+/// Reads the settings that most families share. The result has RMS norms before attention and MLP,
+/// a gated MLP, and no biases.
 fn base(keys: &ConfigKeys<'_>, or: &Defaults) -> Result<ModelConfig> {
     let heads = keys.size("num_attention_heads", or.heads)?;
     let groups = keys.unless_null("num_key_value_heads", or.groups, |keys, key| {
@@ -351,7 +357,8 @@ fn activation(keys: &ConfigKeys<'_>, key: &str, default: &str) -> Result<Activat
     }
 }
 
-/// Returns the first of these keys that is not zero. Each has a default.
+/// Returns the first dropout key with a value that is not zero, and the value. `shares` has pairs
+/// (key, default).
 fn dropout(
     keys: &ConfigKeys<'_>,
     shares: &[(&'static str, f64)],
@@ -364,14 +371,14 @@ fn dropout(
     Ok(first)
 }
 
-/// Refuses heads of other widths, and groups of heads, where a family has none.
+/// Checks heads for a family without other head widths and without grouped heads of keys.
 fn check_heads(keys: &ConfigKeys<'_>, config: &ModelConfig) -> Result<()> {
     keys.only("head_dim", config.hidden_size / config.num_attention_heads)?;
     keys.only("num_key_value_heads", config.num_attention_heads)
 }
 
-/// Reads the settings of experts. `count` is the default of their number, and `per_token` of the
-/// number that a token takes.
+/// Reads the settings of experts. `count` is the default number of experts, and `per_token` the
+/// default number that compute each token.
 fn experts(
     keys: &ConfigKeys<'_>,
     layers: usize,
@@ -403,8 +410,8 @@ fn experts(
     })
 }
 
-/// Reads which layers have experts, and how many: those of Qwen. The defaults are the number of
-/// experts, that which a token takes, and the width of each.
+/// Reads the experts of Qwen's families, and the layers that have them. The array has the defaults
+/// for the number of experts, the experts per token, and the width of an expert.
 fn sparse(
     keys: &ConfigKeys<'_>,
     config: &mut ModelConfig,
@@ -424,13 +431,13 @@ fn sparse(
     Ok(())
 }
 
-/// Reads the size of a sliding window.
+/// Reads the size of the sliding window. `None` if the key is null.
 fn window(keys: &ConfigKeys<'_>, default: Option<usize>) -> Result<Option<usize>> {
     keys.unless_null("sliding_window", default, |keys, key| keys.size(key, 1))
 }
 
-/// Gives the layers of `layer_types` that slide this window. Without the key, `slides` chooses them
-/// by index. Returns the choice.
+/// Sets the window of layers that `layer_types` marks as sliding. Without the key, `slides` chooses
+/// the layers by index. Returns for each layer if it was chosen.
 fn slide(
     keys: &ConfigKeys<'_>,
     config: &mut ModelConfig,

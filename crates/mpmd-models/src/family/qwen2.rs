@@ -28,7 +28,8 @@ pub(super) const DEFAULTS: Defaults = Defaults {
     ..LLAMA
 };
 
-/// Gives the upper layers their window, if it is used.
+/// Sets the sliding window of the layers from `max_window_layers` on, if `use_sliding_window` is
+/// true.
 pub(super) fn windows(keys: &ConfigKeys<'_>, mut config: ModelConfig) -> Result<ModelConfig> {
     let is_used = keys.flag("use_sliding_window", false)?;
     let window = window(keys, Some(4096))?.filter(|_| is_used);

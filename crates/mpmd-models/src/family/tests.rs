@@ -5,7 +5,7 @@ use std::fs;
 use super::*;
 use crate::rope::{Rope, Scaling};
 
-/// Reads a config of Llama with these settings.
+/// Reads a Llama config with these settings.
 fn read(settings: &str) -> Result<ModelConfig, String> {
     let comma = if settings.is_empty() { "" } else { "," };
     read_text(&format!("{{\"model_type\": \"llama\"{comma} {settings}}}"))

@@ -13,32 +13,33 @@ use serde_json::Value;
 use crate::hub::files::{COMPANIONS, CONFIG, GENERATION};
 use crate::hub::stored_tensor::{StoredTensor, ValueOrigin};
 
-/// Limit on the samples of all tensors, unless there are more tensors.
+/// Limit on the number of samples in all tensors together. Each tensor has at least one sample.
 const SAMPLES: usize = 4096;
-/// Most samples of a tensor, of 4 KiB each.
+/// Largest number of samples of one tensor. A sample has 4 KiB.
 const SAMPLES_OF_ONE: usize = 4;
-/// Keys of a config that do not describe the model.
+/// Config keys that do not describe the model. Changes of their values are ignored.
 const NOT_OF_MODEL: [&str; 2] = ["_name_or_path", "transformers_version"];
-/// The end of an error about a file that has changed.
+/// The last words of an error about a file that has changed while a job runs.
 pub const CHANGED: &str =
     "has changed since the job started: put the old file back, or start the job again";
 
-/// The content of a folder.
+/// Hashes of a folder's content, by which processes see that they read the same model.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct FolderContent {
-    /// Hash of samples of each tensor. Those of a new model have none.
+    /// Hash of samples of each tensor, by name. Tensors of a new model have no entry.
     tensors: BTreeMap<String, u64>,
-    /// Number of samples of each tensor.
+    /// Largest number of samples in each tensor, of 4 KiB each.
     samples: u64,
-    /// Hash of each file beside the weights. `None` if the folder lacks it.
+    /// Hash of each file beside the weights, by name. `None` if the folder lacks the file.
     files: BTreeMap<&'static str, Option<u64>>,
 }
 
-/// The content of a folder when it was first compared. Clones share it.
+/// The content of a folder when it was first compared. Clones share the value.
 pub(crate) type Known = Arc<OnceLock<Result<FolderContent>>>;
 
 impl FolderContent {
-    /// Reads samples of the tensors. `file` reads a file beside them, if the folder has it.
+    /// Reads and hashes samples of the tensors, and the files beside the weights. `file` reads such
+    /// a file, or returns `None` if the folder lacks it.
     pub(crate) fn of(
         stored: &BTreeMap<String, StoredTensor>,
         file: impl Fn(&str) -> Result<Option<Vec<u8>>>,
@@ -61,7 +62,7 @@ impl FolderContent {
         })
     }
 
-    /// Returns a hash of all tensors.
+    /// Returns one hash of the samples of all tensors.
     pub(crate) fn of_weights(&self) -> u64 {
         let all = self.tensors.iter().fold(Key(0), |key, (name, hash)| {
             fold(key, name.as_bytes()).fold_in(*hash)
@@ -69,7 +70,8 @@ impl FolderContent {
         all.0
     }
 
-    /// Checks that samples of a tensor are as they were.
+    /// Returns an error if samples of the tensor `name` have other values than when they were
+    /// hashed.
     pub(crate) fn check_tensor(&self, name: &str, stored: &StoredTensor) -> Result<()> {
         let Some(known) = self.tensors.get(name) else {
             return Ok(());
@@ -85,7 +87,8 @@ impl FolderContent {
         }
     }
 
-    /// Checks that a file beside the weights is as it was. The error lacks its path.
+    /// Returns an error if `bytes` differ from the file `name` when it was hashed. The error does
+    /// not name the path.
     pub(crate) fn check_file(&self, name: &str, bytes: &[u8]) -> std::io::Result<()> {
         match self.files.get_key_value(name) {
             Some((name, known)) if *known != Some(hash_file(name, bytes)) => {
@@ -95,8 +98,8 @@ impl FolderContent {
         }
     }
 
-    /// Returns the facts by which processes see that they have the same folder. Tensors of a layer
-    /// are one fact. The names of files and their division into files are none.
+    /// Returns facts that the processes of a job compare to see that their folders are equal. All
+    /// tensors of a layer are one fact. How tensors are spread over files does not matter.
     pub(crate) fn facts(&self, path: &Path, stored: &BTreeMap<String, StoredTensor>) -> Vec<Fact> {
         let mut groups = BTreeMap::<String, (Key, Option<&Path>)>::new();
         for (name, hash) in &self.tensors {
@@ -129,12 +132,13 @@ impl FolderContent {
     }
 }
 
-/// Adds bytes to a hash.
+/// Returns the hash `key` continued by `bytes`.
 pub(crate) fn fold(key: Key, bytes: &[u8]) -> Key {
     bytes.iter().copied().map(u64::from).fold(key, Key::fold_in)
 }
 
-/// Returns the layer of a tensor, `model.layers.3`, or its name if it is of none.
+/// Returns the layer of a tensor, such as `model.layers.3`, or the tensor's name if it belongs to
+/// no layer.
 fn group(name: &str) -> String {
     let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
     let parts: Vec<&str> = name.split('.').collect();
@@ -145,7 +149,8 @@ fn group(name: &str) -> String {
     parts[..end].join(".")
 }
 
-/// Returns a hash of a file beside the weights. Settings count by their values.
+/// Returns a hash of a file beside the weights. Files of settings are hashed by their JSON values,
+/// not by their bytes.
 fn hash_file(name: &str, bytes: &[u8]) -> u64 {
     let settings = match name {
         CONFIG | GENERATION => serde_json::from_slice::<Value>(bytes).ok(),

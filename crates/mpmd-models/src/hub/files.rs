@@ -11,13 +11,13 @@ use serde::Deserialize;
 
 use crate::error::unexpected;
 
-/// Name of the config.
+/// Name of the file with the model's config.
 pub(crate) const CONFIG: &str = "config.json";
-/// Name of the settings of generation.
+/// Name of the file with the settings for generating text.
 pub(crate) const GENERATION: &str = "generation_config.json";
-/// Name of the tokenizer.
+/// Name of the file with the tokenizer.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
-/// Names of the files that may be beside the weights, and that a saved model gets, too.
+/// Names of the files that a folder may have beside its weights. A saved model gets copies of them.
 pub(crate) const COMPANIONS: [&str; 13] = [
     CONFIG,
     TOKENIZER,
@@ -33,34 +33,36 @@ pub(crate) const COMPANIONS: [&str; 13] = [
     "vocab.json",
     "vocab.txt",
 ];
-/// Limit on the size of such a file and of the index, in bytes.
+/// Limit on the size of the index and of each file beside the weights, in bytes.
 pub(crate) const LARGEST_FILE: u64 = 256 << 20;
 
-/// Name of the weights' file, if there is one.
+/// Name of the file with the weights, if a folder has only one.
 const SINGLE: &str = "model.safetensors";
-/// Name of the file that maps tensors to files, if there are several.
+/// Name of the file that maps tensors to files, if the weights are in several files.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The tensors of a folder.
+/// The tensors in the weight files of a folder.
 pub(crate) struct FolderTensors {
-    /// The file that lists them.
+    /// The path of the file that lists the tensors: the index, or the only weight file.
     pub(crate) list: PathBuf,
-    /// The file of each tensor.
+    /// The weight file of each tensor, by the tensor's name.
     pub(crate) files: BTreeMap<String, TensorFile>,
-    /// The size of the largest file, in bytes. `None` if there is one file.
+    /// The size of the largest weight file, in bytes. `None` if there is only one file.
     pub(crate) split: Option<u64>,
 }
 
-/// The index of a folder with several files.
+/// The content of [`INDEX`].
 #[derive(Deserialize)]
 struct Index {
-    /// The file of each tensor.
+    /// The name of the weight file of each tensor.
     weight_map: BTreeMap<String, String>,
 }
 
-/// Returns the path of a file in a folder, which may be from a stranger: a regular file of at most
-/// `most` bytes, and no pointer of Git LFS. Links may lead to files of the folder only, or from a
-/// folder in `snapshots/REV` of a hub cache to `blobs` beside `snapshots`.
+/// Returns the path of a file in a folder from an untrusted source. Checks that it is a regular
+/// file of at most `most` bytes, and no pointer file of Git LFS.
+///
+/// A symbolic link may only lead to files of the folder, or from `snapshots/REV` of a hub cache to
+/// the `blobs` beside `snapshots`.
 pub(crate) fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
     let path = folder.join(name);
     let real = path.canonicalize()?;
@@ -94,7 +96,7 @@ pub(crate) fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBu
     Ok(path)
 }
 
-/// Returns the names of the companions that a folder has.
+/// Returns the names of the [`COMPANIONS`] that a folder has.
 pub(crate) fn companions(folder: &Path) -> Result<Vec<&'static str>> {
     let has = |name: &&str| folder.join(name).symlink_metadata().is_ok();
     let found = COMPANIONS.into_iter().filter(has);
@@ -110,7 +112,7 @@ pub(crate) fn companions(folder: &Path) -> Result<Vec<&'static str>> {
     found.map(check).collect()
 }
 
-/// Opens the files of weights and finds their tensors.
+/// Opens the weight files of a folder, and finds the file of each tensor.
 ///
 /// # Errors
 ///

@@ -29,21 +29,21 @@ use crate::hub::stored_tensor::{
 };
 use crate::rope::Rope;
 
-/// A model on disk. Its headers are read and checked; values are read later, by region.
+/// A model on disk. Opening it reads and checks headers; values are read later, region by region.
 #[derive(Clone, Debug)]
 pub struct Folder {
     path: PathBuf,
     family: &'static Family,
     config: ModelConfig,
-    /// The names of the companions that it has.
+    /// The names of the files that the folder has beside the weights.
     companions: Vec<&'static str>,
-    /// The place of each parameter, and its shape.
+    /// The source of each parameter in the files, and its shape, by the parameter's name.
     sources: BTreeMap<String, (ParameterSource, ShapedArray)>,
-    /// The tensors of the files, by the names that `transformers` gives them.
+    /// The stored tensors, by the names that `transformers` gives them.
     tensors: BTreeMap<String, StoredTensor>,
-    /// The names of further tensors, which the model does not use.
+    /// The names of tensors in the files that the model does not use.
     unused: Vec<String>,
-    /// The size of the largest file of weights, in bytes. `None` if there is one file.
+    /// The size of the largest weight file, in bytes. `None` if there is only one file.
     split: Option<u64>,
     read: Arc<AtomicU64>,
     known: Known,
@@ -52,16 +52,16 @@ pub struct Folder {
 
 impl Folder {
     /// Reads the config and the headers of the weights, but no values. Checks that the folder has
-    /// all tensors of the model, in the shapes of the config and a float dtype.
+    /// all tensors of the model, with the shapes of the config and a float dtype.
     ///
-    /// If the config ties the output to the embedding, and the weights have an output with other
-    /// values, then it is not tied.
+    /// If the config ties the output to the embedding but the files have both with different
+    /// values, the model is not tied.
     ///
     /// # Errors
     ///
-    /// If a file is missing or damaged, no regular file, a pointer of Git LFS or too large, or a
-    /// link that leads out of the folder and of its hub cache. If a tensor is missing, of another
-    /// shape or dtype, or there twice. The message names the file, the tensor, the expected and the
+    /// If a file is missing, damaged, too large, no regular file, or a pointer file of Git LFS. If
+    /// a link leads out of the folder and its hub cache. If a tensor is missing, has another shape
+    /// or dtype, or exists twice. The message names the file, the tensor, the expected and the
     /// found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
@@ -118,13 +118,13 @@ impl Folder {
         Ok(folder)
     }
 
-    /// Opens a folder with a config for a new model. Weights in the folder are not read: the first
-    /// values are drawn by the seed, where and when they are needed.
+    /// Opens a folder with a config for a new model. Weights in the folder are not read. The first
+    /// values are drawn by `seed`, on the processes that load them.
     ///
     /// # Errors
     ///
-    /// If the config is missing or invalid, also in `initializer_range` or `dtype`. If a file
-    /// beside it is none that [`Folder::open`] reads.
+    /// If the config is missing or invalid, also in `initializer_range` or `dtype`. If
+    /// [`Folder::open`] would refuse a file beside the weights.
     pub fn untrained(path: impl Into<PathBuf>, seed: u64) -> Result<Self> {
         let path = path.into();
         let (family, config) = config_of(&path)?;
@@ -160,18 +160,20 @@ impl Folder {
         Ok(folder)
     }
 
-    /// Returns the names of the files that a saved model gets beside its weights.
+    /// Returns the names of the files beside the weights, which are copied to a saved model.
     pub(crate) fn companions(&self) -> &[&'static str] {
         &self.companions
     }
 
-    /// Reads a file other than weights. It must be the one that the processes have compared.
+    /// Reads a file other than weights. Returns an error if it has changed since the processes
+    /// compared it.
     pub(crate) fn small(&self, name: &str) -> io::Result<Vec<u8>> {
         let bytes = self.current(name)?;
         self.check(name, &bytes).map(|()| bytes)
     }
 
-    /// Checks the bytes of a file other than weights, if the processes have compared it.
+    /// Returns an error if `bytes` differ from the file `name` that the processes compared. Without
+    /// a comparison every content is accepted.
     pub(crate) fn check(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         match self.known.get() {
             Some(Ok(content)) => content.check_file(name, bytes),
@@ -179,12 +181,12 @@ impl Folder {
         }
     }
 
-    /// Reads a file other than weights as it is now.
+    /// Reads a file other than weights, even if it has changed since the processes compared it.
     pub(crate) fn current(&self, name: &str) -> io::Result<Vec<u8>> {
         read_regular(&checked(&self.path, name, LARGEST_FILE)?, LARGEST_FILE)
     }
 
-    /// Reads the present content.
+    /// Reads and hashes the folder's content as it is now.
     fn present(&self) -> Result<FolderContent> {
         FolderContent::of(&self.tensors, |name| {
             let has_it = self.companions.contains(&name);
@@ -195,7 +197,8 @@ impl Folder {
         })
     }
 
-    /// Returns the content of the folder when it was first asked for.
+    /// Returns the hashes of the folder's content. The first call reads the folder; later calls
+    /// return the same hashes.
     pub(crate) fn content(&self) -> Result<&FolderContent> {
         self.known
             .get_or_init(|| self.present())
@@ -214,11 +217,12 @@ impl Folder {
         }
     }
 
-    /// Checks that samples of all tensors are as they were when the folder was compared first.
+    /// Returns an error if samples of a tensor have changed since the folder's content was first
+    /// hashed.
     ///
     /// # Errors
     ///
-    /// If they are not, with the file and the tensor.
+    /// If a tensor has changed, with its file and name.
     pub(crate) fn check_weights(&self) -> Result<()> {
         let content = self.content()?;
         self.tensors
@@ -226,7 +230,7 @@ impl Folder {
             .try_for_each(|(name, stored)| content.check_tensor(name, stored))
     }
 
-    /// Returns the settings of generation. There are none if the folder has no such file.
+    /// Returns the values of `generation_config.json`. Empty if the folder lacks this file.
     ///
     /// # Errors
     ///
@@ -247,12 +251,12 @@ impl Folder {
         serde_json::from_slice(&bytes).map_err(|why| failed(&why))
     }
 
-    /// Returns the tokens that end a text: those of the settings of generation, or else those of
-    /// the config. Neither need have any.
+    /// Returns the tokens that end a text: from `generation_config.json`, or else from
+    /// `config.json`. Empty if neither has any.
     ///
     /// # Errors
     ///
-    /// If a file is damaged, or has something else in their place.
+    /// If a file is damaged, or its end tokens are not numbers of tokens.
     pub fn end_tokens(&self) -> Result<Vec<u32>> {
         let of = |name: &str, settings: &Map<String, Value>| {
             let expected = "the number of a token, or a list of numbers";
@@ -278,7 +282,7 @@ impl Folder {
         Ok(own.flatten().unwrap_or_default())
     }
 
-    /// Returns all values of the config.
+    /// Returns the JSON value of `config.json`.
     ///
     /// # Errors
     ///
@@ -300,20 +304,20 @@ impl Folder {
         &self.config
     }
 
-    /// Returns the tensors of the model's files by the names that `transformers` gives them, with
-    /// their shapes and dtypes.
+    /// Returns the stored tensors, by the names that `transformers` gives them, with their shapes
+    /// and dtypes.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
         self.tensors
             .iter()
             .map(|(name, stored)| (name.as_str(), &stored.aval))
     }
 
-    /// Returns the family's own word for a key of the config.
+    /// Returns the family's name for a config key.
     pub(crate) fn key(&self, key: &'static str) -> &'static str {
         self.family.key(key)
     }
 
-    /// Returns the dtype of the tensors of a parameter: f32 if they have several.
+    /// Returns the dtype in which a parameter is stored: f32 if its tensors have different dtypes.
     pub(crate) fn dtype(&self, source: &ParameterSource) -> DType {
         let names = source.names();
         let mut all = names.iter().map(|name| self.tensors[name].aval.dtype());
@@ -325,21 +329,21 @@ impl Folder {
         }
     }
 
-    /// Returns the place of each parameter.
+    /// Returns the name of each parameter, and its source in the files.
     pub(crate) fn sources(&self) -> impl Iterator<Item = (&str, &ParameterSource)> {
         self.sources
             .iter()
             .map(|(name, (source, _))| (name.as_str(), source))
     }
 
-    /// Returns the shape of each parameter, by name.
+    /// Returns the name of each parameter, and its shape.
     pub(crate) fn params(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
         self.sources
             .iter()
             .map(|(name, (_, aval))| (name.as_str(), aval))
     }
 
-    /// Returns the bytes of a saved model, in the dtypes of the files.
+    /// Returns the number of bytes that the saved model will take, in the dtypes of the files.
     pub fn saved_bytes(&self) -> u64 {
         let bytes = |(source, aval): &(ParameterSource, ShapedArray)| {
             (aval.elements() * self.dtype(source).size()) as u64
@@ -351,7 +355,7 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// If training drops values of it, which the stages do not.
+    /// If the config has a dropout probability that is not zero: the stages have no dropout.
     pub fn check_training(&self) -> Result<()> {
         match self.config.dropout {
             None => Ok(()),
@@ -359,24 +363,24 @@ impl Folder {
         }
     }
 
-    /// Returns the names of further tensors in the files, which the model does not use.
+    /// Returns the names of tensors in the files that the model does not use.
     pub(crate) fn unused(&self) -> &[String] {
         &self.unused
     }
 
-    /// Returns the size of the largest file of weights, in bytes. `None` if there is only one file.
+    /// Returns the size of the largest weight file, in bytes. `None` if there is only one file.
     pub fn split(&self) -> Option<u64> {
         self.split
     }
 
-    /// Returns the number of bytes of values that this process has read, through this folder and
-    /// its clones. Headers are not counted.
+    /// Returns the number of bytes of tensor values that this process has read through this folder
+    /// and its clones. Does not count headers.
     pub fn bytes_read(&self) -> u64 {
         self.read.load(Ordering::Relaxed)
     }
 
-    /// Makes the processes compare the config, the names, shapes and dtypes of the tensors, and
-    /// samples of their values. Does not wait for other processes.
+    /// Issues a comparison between processes of the config, of the tensors' names, shapes and
+    /// dtypes, and of samples of their values. Does not wait for other processes.
     ///
     /// # Errors
     ///
@@ -401,8 +405,8 @@ impl Folder {
         })
     }
 
-    /// Returns (name, value) of each setting by which a checkpoint tells this model from others:
-    /// those that change results and that no shape shows, and a hash of the weights.
+    /// Returns (name, value) pairs by which a checkpoint recognises the model. They are the
+    /// settings that change results without changing a shape, and a hash of the weights.
     ///
     /// # Errors
     ///
@@ -436,7 +440,8 @@ impl Folder {
         Ok(settings)
     }
 
-    /// Returns a hash of the tensors' names, shapes and dtypes, and of samples of their values.
+    /// Returns a hash of the tensors' names, shapes and dtypes, and of samples of their values or
+    /// the seeds of new ones.
     ///
     /// # Errors
     ///
@@ -453,8 +458,8 @@ impl Folder {
         Ok(new.fold(key, Key::fold_in).0)
     }
 
-    /// Reads a region of a parameter as f32, row-major. The output of a model that ties it is its
-    /// embedding.
+    /// Reads a region of a parameter as f32, row-major. If the model is tied, its output is read
+    /// from the embedding.
     ///
     /// # Errors
     ///
@@ -463,7 +468,7 @@ impl Folder {
         self.tied_reader(name)?.read(region, values)
     }
 
-    /// Reads as [`read`](Self::read) does, and warns of values that are not finite.
+    /// Reads a region as [`read`](Self::read) does. Logs a warning if values are not finite.
     pub(crate) fn read_with_warning(
         &self,
         name: &str,
@@ -476,13 +481,14 @@ impl Folder {
         Ok(())
     }
 
-    /// Returns the tensors of a parameter. The output of a model that ties it is its embedding.
+    /// Returns the reader of a parameter. If the model is tied, its output is read from the
+    /// embedding.
     fn tied_reader(&self, name: &str) -> Result<ParameterReader> {
         let tied = name == OUTPUT && self.config.tie_word_embeddings;
         self.reader(if tied { EMBEDDING } else { name })
     }
 
-    /// Returns the tensors of a parameter.
+    /// Returns the reader of a parameter.
     fn reader(&self, name: &str) -> Result<ParameterReader> {
         let Some((source, _)) = self.sources.get(name) else {
             return Err(unexpected(
@@ -504,9 +510,9 @@ impl Folder {
         })
     }
 
-    /// Issues the reading of a parameter as f32 on the devices of `sharding`. Each owner reads only
-    /// its own regions, and converts bf16 and f16. It warns of tensors with values that are not
-    /// finite.
+    /// Issues the loading of a parameter as an f32 array on the devices of `sharding`. Each owner
+    /// of a device reads only its own regions, and converts bf16 and f16. It logs a warning for
+    /// tensors with values that are not finite.
     ///
     /// # Errors
     ///
@@ -532,12 +538,12 @@ impl Folder {
     }
 }
 
-/// Returns the number of a token.
+/// Returns a token of a JSON value. `None` if the value is no number of a token.
 fn token(value: &Value) -> Option<u32> {
     u32::try_from(value.as_u64()?).ok()
 }
 
-/// Reads the config of a folder.
+/// Checks and reads `config.json` of the folder `path`.
 fn config_of(path: &Path) -> Result<(&'static Family, ModelConfig)> {
     let file = path.join(CONFIG);
     checked(path, CONFIG, config::LARGEST_FILE)
@@ -545,7 +551,7 @@ fn config_of(path: &Path) -> Result<(&'static Family, ModelConfig)> {
     read(&file)
 }
 
-/// Returns the place and shape of each parameter of a model.
+/// Returns the source in the files and the shape of each parameter of a model.
 fn sources(
     path: &Path,
     family: &Family,
@@ -564,7 +570,7 @@ fn sources(
         .collect())
 }
 
-/// Returns the shapes of the tensors that have these parameters, by name.
+/// Returns the name and shape of each tensor in the files that the parameters come from.
 fn needed<'a>(
     sources: impl Iterator<Item = &'a (ParameterSource, ShapedArray)>,
 ) -> BTreeMap<String, Vec<usize>> {
@@ -586,8 +592,9 @@ fn needed<'a>(
     needed
 }
 
-/// Adds a tensor of a file to those found, by its name in the model. Returns its name if the model
-/// does not have it. A file of a model without an output may lack `prefix` in its names.
+/// Adds a tensor of `file` to `tensors`, by the name that the model has for it. Returns the name if
+/// the model does not use the tensor. Files of models saved without output may lack `prefix` in
+/// names.
 fn add(
     tensors: &mut BTreeMap<String, StoredTensor>,
     name: String,

@@ -11,17 +11,18 @@ use serde_json::Value;
 use crate::config::{ModelConfig, NormKind};
 use crate::error::unexpected;
 
-/// The settings of a config that a new model has first values by.
+/// The config settings for the first values of a new model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct InitialSettings {
-    /// Standard deviation of the weights.
+    /// Standard deviation of the first weights.
     deviation: f32,
-    /// The dtype in which the model is saved. It is trained in f32.
+    /// The dtype in which the new model is saved. Training is in f32.
     pub(crate) dtype: DType,
 }
 
-/// The first values of a tensor. Each depends only on the seed, the tensor's name and the index in
-/// the tensor. So they are the same on any number of stages and devices.
+/// The distribution of a new tensor's first values. Each value depends only on the seed, the
+/// tensor's name and the index in the tensor. So it is the same on any number of stages and
+/// devices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct InitialValues {
     pub(crate) key: Key,
@@ -30,8 +31,8 @@ pub(crate) struct InitialValues {
 }
 
 impl InitialSettings {
-    /// Reads `initializer_range` and `dtype` (or `torch_dtype`) of the values of a config. The
-    /// defaults are 0.02 and f32.
+    /// Reads the settings from the config `map`: `initializer_range`, by default 0.02, and `dtype`
+    /// (or `torch_dtype`), by default f32.
     ///
     /// # Errors
     ///
@@ -75,10 +76,11 @@ impl InitialValues {
         }
     }
 
-    /// Chooses the values of the tensor `name`, which has the parameter `param`. Norms change
-    /// nothing, biases are zero. Weights and tables are normal with the config's deviation. With
-    /// GPT-2, as its authors have it, projections back to the residual have less the more layers
-    /// there are; `transformers` has this for no other family here.
+    /// Returns the first values of the tensor `name` for the parameter `param`.
+    ///
+    /// Norms begin as the identity, biases are zero, and weights are normal with the config's
+    /// deviation. In GPT-2, the weights of projections to the residual stream are smaller the more
+    /// layers there are. `transformers` scales them in none of the other families here.
     pub(crate) fn of(
         config: &ModelConfig,
         settings: InitialSettings,
@@ -117,7 +119,7 @@ impl InitialValues {
         }
     }
 
-    /// Computes a region of the tensor, of this shape.
+    /// Computes the values in a region of the tensor, whose whole shape is `shape`.
     pub(crate) fn fill(&self, shape: &[usize], region: &Region, values: &mut [f32]) {
         if self.deviation == 0.0 {
             return values.fill(self.mean);

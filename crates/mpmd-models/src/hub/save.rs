@@ -18,9 +18,10 @@ use crate::error::unexpected;
 use crate::family::{ParameterSource, TensorRows};
 use crate::hub::folder::{CONFIG, Folder};
 
-/// Saves parameters by name in a folder of the same form as `source`: with its config and
-/// tokenizer, names and dtypes, and in several files if it has several. Blocks until the folder is
-/// complete. Every process must call it, and see the same folder.
+/// Saves parameters, given by name, as a folder of the same form as `source`. The form covers
+/// config, tokenizer, names, dtypes, and if there are several weight files.
+///
+/// Blocks until the folder is complete. Every process must call it, and see the same folder.
 ///
 /// # Errors
 ///
@@ -64,7 +65,7 @@ pub fn save(
     p.broadcast_value(ProcessId(0), (), || copy_settings(source, to))
 }
 
-/// Returns the names and places of the parameters in each tensor of a folder's files.
+/// Returns for each tensor of the folder's files its parameters, with their names and sources.
 fn parts(source: &Folder) -> BTreeMap<&str, Vec<(&str, &ParameterSource)>> {
     let mut parts = BTreeMap::<&str, Vec<_>>::new();
     for (name, source) in source.sources() {
@@ -73,8 +74,8 @@ fn parts(source: &Folder) -> BTreeMap<&str, Vec<(&str, &ParameterSource)>> {
     parts
 }
 
-/// Issues the making of a tensor of the files from parameters with rows of it. With `spreads`, each
-/// parameter has columns of its own in the tensor; the others are zero there.
+/// Issues the computation of a stored tensor from the parameters that are rows of it. If `spreads`,
+/// each parameter has columns of its own in the tensor, and zeros in the columns of the others.
 fn fused(
     p: &mut Program,
     parts: Vec<(MpmdArray, TensorRows)>,
@@ -143,14 +144,14 @@ fn fused(
         .call(p, arrays)
 }
 
-/// Start of the names in a file of adapters: `peft` wraps the model twice.
+/// Prefix of the names in a file of adapters, since `peft` wraps the model twice.
 const WRAPPED: &str = "base_model.model.";
-/// The settings of an adapter.
+/// Name of the file with the settings of an adapter.
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 
-/// Saves the matrices of LoRA in a folder, as the library `peft` has them: `adapter_config.json`
-/// and `adapter_model.safetensors`. Blocks until the folder is complete. Every process must call
-/// it, and see the same folder.
+/// Saves the matrices of LoRA in a folder, in the format of the library `peft`:
+/// `adapter_config.json` and `adapter_model.safetensors`. Blocks until the folder is complete.
+/// Every process must call it, and see the same folder.
 ///
 /// # Errors
 ///
@@ -248,7 +249,7 @@ where
     write_adapter(p, to, &arrays, &config)
 }
 
-/// Writes the files of an adapter. They become part of the folder at once and whole.
+/// Writes the files of an adapter. Each file replaces an older one only when it is complete.
 fn write_adapter(
     p: &mut Program,
     to: &Path,
@@ -274,8 +275,8 @@ fn write_adapter(
     })
 }
 
-/// Copies the config, the tokenizer and the other companions of the weights. The config says if
-/// the saved output is tied.
+/// Copies the config, the tokenizer and other files beside the weights. Sets `tie_word_embeddings`
+/// of the copied config, if the key is there, to the state of the saved model.
 fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
     for name in from.companions() {
         let path = from.path().join(name);

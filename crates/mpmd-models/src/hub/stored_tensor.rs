@@ -18,29 +18,30 @@ use mpmd_base::block::Mutex;
 use crate::family::{ParameterSource, TensorRows};
 use crate::hub::initial::InitialValues;
 
-/// The dtypes of weights that are read, for messages.
+/// The dtypes that weights may have in files, for messages.
 pub(crate) const DTYPES: &str = "f32, bf16 or f16";
-/// Number of elements that are read at once, if they are converted.
+/// Number of elements that are read and converted in one step.
 const BLOCK: usize = 1 << 18;
 
-/// A tensor of a model.
+/// A tensor in the files of a model, or of a new model that has no files yet.
 #[derive(Clone, Debug)]
 pub(crate) struct StoredTensor {
     pub(crate) origin: ValueOrigin,
-    /// Its name in the file.
+    /// The tensor's name in the file.
     pub(crate) name: String,
     pub(crate) aval: ShapedArray,
 }
 
-/// The origin of a tensor's values.
+/// The source of a tensor's values.
 #[derive(Clone, Debug)]
 pub(crate) enum ValueOrigin {
     File(TensorFile),
-    /// The model is new. `aval` has the dtype in which it is saved.
+    /// Drawn at random: the model is new and has no files of weights. The dtype of
+    /// [`StoredTensor::aval`] is that in which the tensor will be saved; the values are f32.
     New(InitialValues),
 }
 
-/// Number of tensors that are named if their values are not finite.
+/// Largest number of tensors with values that are not finite for which warnings are logged.
 const MOST_NAMED: usize = 3;
 
 /// The names of the tensors in which infinite or NaN values were read.
@@ -48,8 +49,9 @@ const MOST_NAMED: usize = 3;
 pub(crate) struct NonFiniteTensors(Mutex<BTreeSet<String>>);
 
 impl NonFiniteTensors {
-    /// Notes the tensors of `reader` that have infinite or NaN values in a region. `values` are
-    /// those of the region. Warns once for each of the first such tensors.
+    /// Records the tensors of `reader` that have infinite or NaN values in `region`. `values` has
+    /// the elements of the region. Logs a warning for each of the first [`MOST_NAMED`] such
+    /// tensors.
     pub(crate) fn note(
         &self,
         path: &Path,
@@ -80,18 +82,18 @@ impl NonFiniteTensors {
     }
 }
 
-/// True if all values are finite. Takes them block by block, which needs no branch for each.
+/// True if all values are finite. Checks whole blocks without a branch for each value.
 fn are_finite(values: &[f32]) -> bool {
     let is_finite = |block: &[f32]| block.iter().fold(true, |all, one| all & one.is_finite());
     values.chunks(1 << 12).all(is_finite)
 }
 
-/// The tensors of a parameter.
+/// Reads regions of one parameter from the tensors that it is stored in.
 pub(crate) struct ParameterReader {
     pub(crate) source: ParameterSource,
-    /// One, or those that the parameter is a stack of.
+    /// The tensor of the parameter, or several that are stacked.
     pub(crate) tensors: Vec<StoredTensor>,
-    /// Counts the bytes that are read.
+    /// Counter of the bytes that are read from files.
     pub(crate) read: Arc<AtomicU64>,
 }
 
@@ -110,7 +112,7 @@ impl ParameterReader {
         })
     }
 
-    /// Reads a region into the memory of an array of f32.
+    /// Reads a region of the parameter into the memory of an f32 array.
     pub(crate) fn read_into(&self, region: &Region, view: &mut ViewMut<'_>) -> Result<()> {
         let ParameterSource {
             rows,
@@ -136,8 +138,8 @@ impl ParameterReader {
         self.read(region, view.as_mut_slice()?)
     }
 
-    /// Returns the names of the tensors with values that are not finite among `values`, those of a
-    /// region.
+    /// Returns the names of the tensors that have values that are not finite in `region`. `values`
+    /// has the elements of the region.
     fn names_of(&self, region: &Region, values: &[f32]) -> Vec<&str> {
         let Some(first) = region
             .ranges()
@@ -154,7 +156,7 @@ impl ParameterReader {
             .collect()
     }
 
-    /// Returns a tensor, and counts the bytes of a region of it.
+    /// Returns the tensor of this index, and counts the bytes of its region as read.
     fn counted(&self, tensor: usize, region: &Region) -> &StoredTensor {
         let stored = &self.tensors[tensor];
         if let ValueOrigin::File(_) = stored.origin {
@@ -166,7 +168,8 @@ impl ParameterReader {
 }
 
 impl StoredTensor {
-    /// Returns a hash of the type and of samples of the values. `None` if the model is new.
+    /// Returns a hash of the dtype and of `samples` samples of the values. `None` if the model is
+    /// new.
     pub(crate) fn hash_samples(&self, samples: u64) -> Result<Option<u64>> {
         let ValueOrigin::File(file) = &self.origin else {
             return Ok(None);
@@ -174,7 +177,7 @@ impl StoredTensor {
         file.hash_samples(&self.name, samples).map(Some)
     }
 
-    /// Returns the path of the file. `None` if the model is new.
+    /// Returns the path of the tensor's file. `None` if the model is new.
     pub(crate) fn path(&self) -> Option<&Path> {
         match &self.origin {
             ValueOrigin::File(file) => Some(file.path()),
@@ -182,7 +185,8 @@ impl StoredTensor {
         }
     }
 
-    /// Reads a region of the rows at `source`, row-major.
+    /// Reads a region of a parameter, row-major. `source` has the rows of this tensor that form the
+    /// parameter.
     fn read(&self, source: &ParameterSource, region: &Region, values: &mut [f32]) -> Result<()> {
         let rows = region.range(0);
         let inner: Vec<Range<usize>> = region.ranges().skip(1).collect();
@@ -201,7 +205,8 @@ impl StoredTensor {
         Ok(())
     }
 
-    /// Reads some rows, block by block, and converts each element.
+    /// Reads the rows `rows`, block by block, and converts each element to f32. `inner` has the
+    /// ranges of the other dimensions.
     fn read_rows(
         &self,
         rows: Range<usize>,
@@ -256,7 +261,8 @@ impl StoredTensor {
         Ok(())
     }
 
-    /// Reads a region of a matrix as its transpose, block by block.
+    /// Reads the rows `rows` and columns `columns` of a matrix, and writes them transposed, block
+    /// by block.
     fn read_transposed(
         &self,
         rows: Range<usize>,
@@ -282,7 +288,7 @@ impl StoredTensor {
     }
 }
 
-/// True if two matrices have the same elements. Reads both, up to the first block that differs.
+/// True if two matrices have the same elements. Stops reading at the first block that differs.
 pub(crate) fn are_equal(a: &StoredTensor, b: &StoredTensor) -> Result<bool> {
     let (ValueOrigin::File(file), ValueOrigin::File(other)) = (&a.origin, &b.origin) else {
         return Ok(false);

@@ -8,36 +8,36 @@ use serde::{Deserialize, Serialize};
 use crate::inference::pass::{CHOICE, NONE, NewSequence, TOP};
 use crate::inference::token_order::{TokenOrder, TokenRank, TokenWeights};
 
-/// In place of a token: [`Unchosen::NotFinite`].
+/// Code of [`Unchosen::NotFinite`] in the word of a token.
 const NOT_FINITE: u32 = u32::MAX - 1;
-/// In place of a token: [`Unchosen::OutOfOrder`].
+/// Code of [`Unchosen::OutOfOrder`] in the word of a token.
 const OUT_OF_ORDER: u32 = u32::MAX - 2;
 
-/// The reason why no token was chosen for a sequence. Later choices of the sequence have it, too.
+/// The reason why no token was chosen for a sequence. All later choices of the sequence have the
+/// same reason.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
 pub enum Unchosen {
     /// The largest logit is no finite number.
     #[error("the model's logits are not finite: its weights are not, or its activations overflow")]
     NotFinite,
-    /// A pass did not continue the sequence where the one before had ended.
+    /// A pass did not continue the sequence at the position where the previous pass ended.
     #[error("a pass does not continue the sequence where the one before has ended")]
     OutOfOrder,
 }
 
-/// The choice of a token.
+/// The result of choosing the next token of a sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     /// The token, or the reason why there is none.
     pub token: Result<u32, Unchosen>,
-    /// Natural logarithm of its probability, by the model's own logits. `None` if it was not asked
-    /// for.
+    /// Natural logarithm of the token's probability, from the model's logits without penalties or
+    /// temperature. `None` if [`NewSequence::top`] is `None`.
     pub logprob: Option<f32>,
-    /// The most probable tokens with the logarithms of their probabilities, the most probable
-    /// first.
+    /// The most probable tokens and the logarithms of their probabilities, the most probable first.
     pub top: Vec<(u32, f32)>,
 }
 
-/// Returns the token that words of a choice begin with. `None` if nothing was chosen.
+/// Returns the token of a choice from the choice's first word. `None` if the pass chose nothing.
 pub(crate) fn read_token(word: u32) -> Option<Result<u32, Unchosen>> {
     match word {
         NONE => None,
@@ -72,7 +72,8 @@ impl Choice {
         }
     }
 
-    /// Reads a choice from the words of [`write`](Self::write). `None` if no token was chosen.
+    /// Reads a choice from the words that [`write`](Self::write) wrote. `None` if the pass chose
+    /// nothing.
     pub(crate) fn read(words: &[u32]) -> Option<Self> {
         debug_assert_eq!(words.len(), CHOICE);
         let token = read_token(words[0])?;
@@ -92,20 +93,20 @@ impl Choice {
     }
 }
 
-/// A sequence on the last stage.
+/// The last stage's record of a sequence: its tokens, and how the next one is chosen.
 #[derive(Clone, Debug)]
 pub(crate) struct SequenceHistory {
     begin: NewSequence,
-    /// Position of the first token that is known here.
+    /// Position of the first token in `tokens`. Earlier tokens are unknown to this stage.
     first: usize,
     tokens: Vec<u32>,
-    /// The reason why no further token is chosen.
+    /// The reason why no further token will be chosen.
     failed: Option<Unchosen>,
 }
 
 impl SequenceHistory {
-    /// Begins with the token at position `first`. Tokens before are not known here: penalties for
-    /// tokens of the prompt do not count them.
+    /// Creates the record of a sequence from position `first` on. Penalties ignore earlier tokens,
+    /// since they are unknown here.
     pub(crate) fn new(begin: NewSequence, first: usize) -> Self {
         Self {
             begin,
@@ -115,8 +116,8 @@ impl SequenceHistory {
         }
     }
 
-    /// Adds given tokens. Without any, the token at this position must be the last one. If the
-    /// tokens do not follow those before, the sequence has failed.
+    /// Appends the tokens of a chunk at position `start`. A chunk without tokens computes the last
+    /// known token. If `start` does not continue the sequence, marks the sequence as failed.
     pub(crate) fn add(&mut self, start: usize, given: &[u32]) {
         let end = self.first + self.tokens.len();
         let expected = if given.is_empty() {
@@ -130,8 +131,8 @@ impl SequenceHistory {
         self.tokens.extend(given);
     }
 
-    /// Chooses the token that follows, and adds it. Passes that were decided before this one was
-    /// known still continue a sequence that has failed: it gets the same reason from each.
+    /// Chooses and appends the next token. A failed sequence gets the same reason for every later
+    /// pass.
     pub(crate) fn choose(&mut self, logits: impl AsRef<[f32]>) -> Choice {
         if let Some(why) = self.failed {
             return why.into();
@@ -166,8 +167,8 @@ impl SequenceHistory {
     }
 }
 
-/// Returns the natural logarithm of a token's probability, and the `top` most probable tokens with
-/// theirs.
+/// Returns the natural logarithm of the token's probability, and the `top` most probable tokens
+/// with their logarithms.
 fn logprobs(logits: &[f32], token: u32, top: usize) -> (f32, Vec<(u32, f32)>) {
     let order = TokenOrder::of(logits);
     let largest = order.first().map_or(f32::NAN, TokenRank::logit);

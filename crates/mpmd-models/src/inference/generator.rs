@@ -8,11 +8,11 @@ use crate::inference::pass::{InferencePass, NewSequence, PassChunk};
 use crate::inference::sample::Sampling;
 use crate::inference::{Choices, Inference};
 
-/// Number of a prompt's tokens that a pass computes.
+/// Number of tokens of a prompt that one pass computes.
 const CHUNK: usize = 256;
 
-/// A model for generation. Each stage has its weights, and the keys and values of the tokens so
-/// far, as its state.
+/// Generates text with a model, one sequence at a time. Each stage's devices hold its weights and
+/// the cached keys and values.
 ///
 /// ```no_run
 /// use mpmd::prelude::*;
@@ -32,7 +32,7 @@ const CHUNK: usize = 256;
 /// ```
 pub struct Generator {
     inference: Inference,
-    /// Number of tokens for which the caches have room.
+    /// Largest number of tokens in a sequence.
     positions: usize,
 }
 
@@ -44,16 +44,18 @@ impl Generator {
         }
     }
 
-    /// Returns a line for people that names the devices of the stages. `None` if all devices are
+    /// Returns a line for users that names the devices of the stages. `None` if all devices are
     /// CPUs.
     pub fn computed_by(&self, p: &Program) -> Option<String> {
         self.inference.computed_by(p)
     }
 
-    /// Generates up to `most` tokens that follow a prompt, and returns them on every process. All
-    /// must call it with the same arguments, and block until it ends. It ends early once `is_end`
-    /// returns true: all processes call it after each token, with the tokens so far, and must get
-    /// the same answer. Tokens of an earlier call are forgotten.
+    /// Generates up to `most` tokens after a prompt, and returns them on every process. Blocks
+    /// until the last token. Every process must call it with the same arguments. Forgets the
+    /// sequence of an earlier call.
+    ///
+    /// After each token, every process calls `is_end` with the new tokens so far. Generation ends
+    /// if it returns true; all processes must return the same.
     ///
     /// # Errors
     ///
@@ -106,7 +108,7 @@ impl Generator {
         Ok(text)
     }
 
-    /// Issues the pass of these tokens, or of the one that was chosen last.
+    /// Issues a pass of the tokens `given`, or of the last chosen token if `given` is empty.
     fn pass(
         &mut self,
         p: &mut Program,

@@ -13,32 +13,33 @@ use crate::inference::choice::{SequenceHistory, Unchosen, read_token};
 use crate::inference::pass::{CHOICE, InferencePass, NONE};
 use crate::inference::stage_times::StageClock;
 
-/// The state of a stage on a device.
+/// The state of an inference stage on one device: caches, tokens and sequences.
 pub(super) struct InferenceState {
-    /// The place of the device in its mesh.
+    /// Index of the device in the stage's mesh.
     pub(super) place: usize,
-    /// The versions on a device of candle's other than the CPU.
+    /// The versions of the weights in the memory of an accelerator. Empty if candle computes on the
+    /// host.
     pub(super) versions: Vec<DeviceVersion>,
     pub(super) caches: Caches,
-    /// The last token of each place, on the first stage.
+    /// The last token of each slot. Used on the first stage only.
     pub(super) last: Vec<u32>,
-    /// The sequence of each place, on the last stage.
+    /// The sequence in each slot. Used on the last stage only.
     pub(super) histories: Vec<Option<SequenceHistory>>,
-    /// On the first device of the stage.
+    /// The clock of the stage. `None` except on the stage's first device.
     pub(super) clock: Option<Arc<StageClock>>,
     pub(super) bytes: u64,
 }
 
-/// The weights of a version in the memory of a device.
+/// One version of the weights in the memory of an accelerator.
 pub(super) struct DeviceVersion {
     pub(super) version: u64,
     pub(super) part: Arc<Decoder>,
 }
 
-/// The rows of a pass after which tokens are chosen.
+/// The rows of a pass after which a token is chosen.
 struct SampledRows {
     rows: Vec<u32>,
-    /// The place of the sequence of each row.
+    /// The slot of each row's sequence.
     slots: Vec<usize>,
 }
 
@@ -49,7 +50,7 @@ impl ObjectBytes for InferenceState {
 }
 
 impl InferenceState {
-    /// Returns the tokens of a pass, those of the table of last tokens included.
+    /// Returns the tokens of a pass. A chunk without tokens gets the last token of its slot.
     pub(super) fn tokens(
         &mut self,
         x: &Tensor,
@@ -79,8 +80,8 @@ impl InferenceState {
         Tensor::from_vec(tokens, x.shape(), x.device())
     }
 
-    /// Chooses the next token of each chunk that has `samples` set. `x` are the outputs of the last
-    /// layer. `over` is the division of the stage over devices.
+    /// Chooses the next token of each chunk that has `samples` set. `x` has the outputs of the last
+    /// layer. `over` is the division of the stage over its devices.
     pub(super) fn choices(
         &mut self,
         part: &Decoder,
@@ -121,8 +122,8 @@ impl InferenceState {
         Tensor::from_vec(choices, (sequences, CHOICE), x.device())
     }
 
-    /// Chooses a token for each place that has logits, on the threads of this device. Writes the
-    /// words of the choices.
+    /// Chooses a token for each slot that has logits, on the threads of this device. Writes the
+    /// choices to `choices` as words.
     fn choose(&mut self, logits_of: &[Option<&[f32]>], choices: &mut [u32]) {
         let places = self
             .histories
@@ -140,7 +141,7 @@ impl InferenceState {
             });
     }
 
-    /// Adds the tokens of a pass to their sequences, and begins new ones.
+    /// Appends the tokens of a pass to their sequences, and creates the new sequences.
     fn note(&mut self, pass: &InferencePass) {
         for chunk in &pass.chunks {
             let Some(place) = self.histories.get_mut(chunk.slot as usize) else {
@@ -157,7 +158,7 @@ impl InferenceState {
 }
 
 impl SampledRows {
-    /// Returns the last row of each chunk that asks for a token.
+    /// Returns the last row of each chunk that has `samples` set.
     fn of(pass: &InferencePass) -> Self {
         let mut rows = Vec::new();
         let mut slots = Vec::new();

@@ -39,7 +39,7 @@ use crate::inference::versions::{
     FolderLoading, FolderVersion, PublishedIntake, WeightVersions, take_folder,
 };
 
-/// A model for inference: each stage has its weights, packed, and its caches.
+/// A model for inference: a pipeline whose stages keep packed weights and caches.
 pub struct Inference {
     pipeline: Pipeline<MpmdArray, MpmdArray>,
     loaders: Vec<StageLoader>,
@@ -47,30 +47,30 @@ pub struct Inference {
     room: Room,
     positions: usize,
     forms: PassForms,
-    /// The place of choices for [`Inference::read`].
+    /// The mesh to which choices are sent for [`Inference::read`].
     reader: Mesh,
     owner: ProcessId,
-    /// The versions of the weights.
+    /// The versions of the weights that passes can name.
     versions: WeightVersions,
-    /// The weights of a folder that are being read.
+    /// The reading of another folder's weights, while it is under way.
     loading: Option<FolderLoading>,
 }
 
-/// The choices of a pass, where they will be.
+/// The choices of a pass that may still be running. [`Inference::read`] waits for them.
 #[derive(Clone, Debug)]
 pub struct Choices {
-    /// On the first stage.
+    /// The copy on the first stage, from which later passes take their tokens.
     first: MpmdArray,
-    /// On the reader.
+    /// The copy on the mesh of the process that reads choices.
     read: MpmdArray,
 }
 
-/// The times of all stages, where they will be.
+/// The times of all stages, which [`Inference::read_times`] reads once they have arrived.
 #[derive(Clone, Debug)]
 pub struct PendingTimes(Vec<MpmdArray>);
 
 impl Inference {
-    /// Creates the pipeline of these stages, and issues the reading of the weights.
+    /// Creates the pipeline of the loaders' stages, and issues the reading of their weights.
     pub(crate) fn new(
         p: &mut Program,
         loaders: Vec<StageLoader>,
@@ -118,18 +118,18 @@ impl Inference {
         Ok(inference)
     }
 
-    /// Reads choices on this mesh from now on, not on that of the first stage.
+    /// Sends the choices of later passes to `mesh`. The default is the mesh of the first stage.
     ///
     /// # Errors
     ///
-    /// If no process of the job has its devices.
+    /// If no process of the job owns the devices of `mesh`.
     pub fn read_on(&mut self, p: &Program, mesh: &Mesh) -> Result<()> {
         self.owner = owner(p, mesh)?;
         self.reader = mesh.clone();
         Ok(())
     }
 
-    /// Returns a line for people that names the devices of the stages. `None` if all devices are
+    /// Returns a line for users that names the devices of the stages. `None` if all devices are
     /// CPUs.
     pub fn computed_by(&self, p: &Program) -> Option<String> {
         let is_accelerator = |device: &DeviceId| {
@@ -152,13 +152,13 @@ impl Inference {
         Some(line)
     }
 
-    /// Returns the process that can read choices.
+    /// Returns the process on which [`Inference::read`] returns choices.
     pub fn owner(&self) -> ProcessId {
         self.owner
     }
 
-    /// Replaces the caches of all stages by empty ones after a pass that has failed. The job goes
-    /// on. All sequences are forgotten. Choices of earlier passes must not be given to later ones.
+    /// Replaces the caches of all stages by empty ones after a pass has failed. All sequences are
+    /// forgotten, but the job continues. Later passes must not get choices of earlier ones.
     ///
     /// # Errors
     ///
@@ -177,9 +177,9 @@ impl Inference {
         &self.versions
     }
 
-    /// Subscribes to the weights of a trainer, in the dtypes of this inference. A version is packed
-    /// on threads of the subscription. It is [`WeightVersions::newest`] on process 0 once every
-    /// process has it.
+    /// Subscribes to the weights of a trainer, in the dtypes of this inference. Threads of the
+    /// subscription pack each version. When all processes have a version, it becomes
+    /// [`WeightVersions::newest`] on process 0.
     ///
     /// # Errors
     ///
@@ -191,19 +191,21 @@ impl Inference {
         p.subscribe_with(subscribing, wanted?.into_iter().flatten().collect(), intake)
     }
 
-    /// Forgets the weights of a version on this process. No later pass may have it.
+    /// Frees the weights of a version on this process. No later pass may name the version.
     pub fn retire(&mut self, version: u64) {
         for loader in &self.loaders {
             loader.retire(version);
         }
     }
 
-    /// Reads the weights of another folder as a version, for passes of this process. Blocks. The
-    /// folder's model must be the same. Every process must call it: they compare the weights.
+    /// Reads another folder's weights as version `version`, and blocks until they are read. The
+    /// folder must have the same model. Every process must call it, since the processes compare the
+    /// weights.
     ///
     /// # Errors
     ///
-    /// If the folder is invalid, or its model has another config. As for [`Program::assert_same`].
+    /// If the folder is invalid or its model has another config, or as for
+    /// [`Program::assert_same`].
     pub fn read_weights(&self, p: &mut Program, folder: &Path, version: u64) -> Result<()> {
         let devices = p.topology().devices_of(p.process()).to_vec();
         let what = FolderVersion {
@@ -221,9 +223,9 @@ impl Inference {
         read.map(drop)
     }
 
-    /// Begins to read the weights of another folder as a version, on threads of their own. Every
-    /// process must call it, and [`poll`](Self::poll) while [`WeightVersions::is_loading`] on
-    /// process 0.
+    /// Starts to read another folder's weights as version `version`, on threads of their own. Every
+    /// process must call it. Then every process must call [`poll`](Self::poll) while
+    /// [`WeightVersions::is_loading`] is true on process 0.
     pub fn load_weights(&mut self, p: &Program, folder: &Path, version: u64) {
         let what = FolderVersion {
             folder: folder.to_owned(),
@@ -233,9 +235,9 @@ impl Inference {
         self.loading = Some(loading);
     }
 
-    /// Issues that process 0 hears whether every process has read the weights. Then
-    /// [`WeightVersions::newest`] is their version there, or [`WeightVersions::failure`] says why
-    /// not.
+    /// Issues operations that tell process 0 whether every process has read the folder's weights.
+    /// If all have, their version becomes [`WeightVersions::newest`] on process 0. If one failed,
+    /// [`WeightVersions::failure`] has the reason.
     ///
     /// # Errors
     ///
@@ -247,16 +249,17 @@ impl Inference {
         }
     }
 
-    /// Returns the number of tokens of one sequence for which there are blocks.
+    /// Returns the largest number of tokens that one sequence can have in the cache.
     fn most_tokens(&self) -> usize {
         (self.room.blocks * BLOCK).min(self.positions)
     }
 
-    /// Computes passes of each form, the smallest first, so that later passes need no new plans.
-    /// Blocks until the weights have been read and the passes have ended. Ends with the form for
-    /// which `is_enough` returns true, on the [owner](Self::owner): it gets the number of tokens
-    /// and the time of a pass. Only passes of more tokens need plans later. No sequence may have
-    /// begun.
+    /// Runs passes of each size, the smallest first, so that later passes need no new plans. Blocks
+    /// until the weights are read and these passes have ended. No sequence may have begun.
+    ///
+    /// After each size the [owner](Self::owner) calls `is_enough` with the number of tokens and the
+    /// time of a pass. Once it returns true, larger sizes are left out, and their first pass will
+    /// make plans.
     ///
     /// # Errors
     ///
@@ -302,17 +305,18 @@ impl Inference {
         p.broadcast_value(self.owner, (), wait)
     }
 
-    /// Issues a pass, and returns its choices. `last` are the choices of an earlier pass: give
-    /// those of each pass once, in order. A chunk without given tokens computes the token that was
-    /// chosen last for its place.
+    /// Issues a pass, and returns its choices. `last` must be the choices of an earlier pass; give
+    /// each pass's choices once, in order. A chunk without given tokens computes the last token
+    /// that was chosen for its slot.
     ///
     /// # Errors
     ///
-    /// If there is no room for so many tokens or words. If a chunk has a place, a position, a block
-    /// or a token that the model does not have, or two chunks fill one block. The error is the same
-    /// on every process, and nothing was issued. If processes give different passes, their programs
-    /// have diverged. A chunk that does not follow its sequence's tokens is an
-    /// [`Unchosen`](crate::Unchosen) of that sequence.
+    /// If the pass has too many tokens or words. If a chunk has a slot, a position, a block or a
+    /// token that the model lacks, or two chunks write to one block. Every process gets this error,
+    /// and nothing is issued.
+    ///
+    /// If processes give different passes, their programs have diverged. A chunk that does not
+    /// continue its sequence is no error: the sequence gets an [`Unchosen`](crate::Unchosen).
     #[track_caller]
     pub fn pass(
         &mut self,
@@ -337,7 +341,7 @@ impl Inference {
     ///
     /// # Errors
     ///
-    /// If a token has none: the text names it.
+    /// If a token has none. The message names the token.
     pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         let rows = self
             .loaders
@@ -372,7 +376,7 @@ impl Inference {
         Ok(())
     }
 
-    /// Checks all that the stages look up by the numbers of a chunk.
+    /// Checks the slot, the positions, the blocks and the tokens of a chunk.
     fn check_chunk(&self, chunk: &PassChunk) -> Result<()> {
         let Room { blocks, sequences } = self.room;
         let end = chunk.start as usize + chunk.tokens();
@@ -394,8 +398,8 @@ impl Inference {
         self.check_tokens(&chunk.given)
     }
 
-    /// Waits for choices, and returns that of each place for which one was made. `None` on other
-    /// processes than the [owner](Self::owner).
+    /// Waits for the choices of a pass, and returns one for each slot: `None` if nothing was chosen
+    /// for the slot. Returns `None` on processes other than the [owner](Self::owner).
     ///
     /// # Errors
     ///
@@ -408,7 +412,8 @@ impl Inference {
         Ok(Some(words.chunks_exact(CHOICE).map(Choice::read).collect()))
     }
 
-    /// Issues that the owner gets the times of all stages, after the passes so far.
+    /// Issues operations that send the times of all stages to the [owner](Self::owner), after the
+    /// passes so far.
     ///
     /// # Errors
     ///
@@ -428,7 +433,7 @@ impl Inference {
         Ok(PendingTimes(all))
     }
 
-    /// Returns the times of each stage, if they have come.
+    /// Returns the times of each stage, or `None` if they have not arrived.
     ///
     /// # Errors
     ///
@@ -447,7 +452,7 @@ impl Inference {
         times.0.iter().map(read).collect()
     }
 
-    /// Issues the making of a pass's inputs.
+    /// Issues the creation of a pass's inputs.
     fn microbatch(
         &self,
         p: &mut Program,
@@ -486,7 +491,7 @@ impl Inference {
     }
 }
 
-/// Returns the process of a mesh's first device.
+/// Returns the process that owns a mesh's first device.
 fn owner(p: &Program, mesh: &Mesh) -> Result<ProcessId> {
     let owner = mesh
         .devices()

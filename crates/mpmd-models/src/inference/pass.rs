@@ -11,53 +11,57 @@ use serde::{Deserialize, Serialize};
 
 use crate::inference::sample::Sampling;
 
-/// A pass of inference over all stages.
+/// A pass of inference through all stages: the next tokens of some sequences.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct InferencePass {
-    /// The version of the weights that compute it: 0 for those of the folder, else a published one.
+    /// The version of the weights that the pass uses. 0 is the version of the folder; see
+    /// [`WeightVersions`](crate::WeightVersions).
     pub version: u64,
-    /// The sequences of the pass.
+    /// The tokens to compute, one chunk for each sequence.
     pub chunks: Vec<PassChunk>,
 }
 
-/// Tokens of a sequence that a pass computes.
+/// Consecutive tokens of one sequence that a pass computes.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct PassChunk {
-    /// The sequence's place in tables of sequences.
+    /// The slot of the sequence: its index in the stages' tables of sequences.
     pub slot: u32,
-    /// The position of the first of the tokens.
+    /// Position of the chunk's first token in the sequence.
     pub start: u32,
-    /// The tokens. None means the one that was chosen last for this place.
+    /// The tokens. If empty, the chunk is the last token that was chosen for this slot.
     pub given: Vec<u32>,
-    /// True if the token that follows is chosen.
+    /// True if the pass chooses the token that follows the chunk.
     pub samples: bool,
-    /// The blocks of the sequence, up to the last token of the chunk.
+    /// The blocks with the sequence's keys and values, from the first token up to the chunk's last
+    /// one.
     pub blocks: Vec<u32>,
-    /// Begins another sequence in this place.
+    /// The settings of a new sequence that starts in this slot. `None` if the slot's sequence goes
+    /// on.
     pub new: Option<NewSequence>,
 }
 
-/// The settings for the choice of a new sequence's tokens.
+/// The settings of a new sequence: how its tokens are chosen and reported.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct NewSequence {
-    /// The settings for the choice of each token.
+    /// The settings for choosing each token.
     pub sampling: Sampling,
-    /// Number of tokens from the start that are the prompt.
+    /// Number of tokens in the prompt, with which the sequence starts.
     pub prompt: u32,
-    /// Number of the most probable tokens to report with each chosen one, at most [`TOP`].
+    /// Number of most probable tokens that are reported with each chosen token, at most [`TOP`].
+    /// `None` if no probabilities are reported.
     pub top: Option<u32>,
 }
 
 /// Limit on [`NewSequence::top`].
 pub const TOP: usize = 20;
-/// Number of words that a choice takes: the token, the logarithm of its probability, and those of
-/// the most probable tokens.
+/// Number of 32-bit words in a choice: the token, the logarithm of its probability, and [`TOP`]
+/// tokens with their logarithms.
 pub(crate) const CHOICE: usize = 2 + 2 * TOP;
-/// Stands for a token where none was chosen.
+/// Code for "no token was chosen" in the word of a token.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// (number of tokens, number of words of the table) of the forms that passes have. The last one has
-/// more words where a sequence needs them: see [`PassForms::of`].
+/// Sizes of the arrays for passes, as (tokens, words for chunks). [`PassForms::of`] raises the last
+/// number of words for long sequences.
 const FORMS: [(usize, usize); 5] = [
     (1, 512),
     (8, 2048),
@@ -65,35 +69,35 @@ const FORMS: [(usize, usize); 5] = [
     (128, 16_384),
     (512, 16_384),
 ];
-/// Words of a pass before its chunks: their number, and the version.
+/// Number of words before the chunks of a pass: the number of chunks, and two words of the version.
 const START: usize = 3;
-/// Words of a chunk beside its tokens, blocks and settings.
+/// Number of words of a chunk apart from its tokens, blocks and new sequence.
 const HEAD: usize = 6;
-/// Words of [`NewSequence`].
+/// Number of words of a [`NewSequence`].
 const BEGIN: usize = 18;
 
 /// The largest number of tokens of a pass.
 pub const MOST_TOKENS: usize = FORMS[FORMS.len() - 1].0;
 
-/// Returns the largest number of words of the chunks of a pass, for sequences of up to `positions`
-/// tokens: see [`PassChunk::words`]. Any chunk of one sequence has room.
+/// Returns the largest sum of [`PassChunk::words`] in one pass, for sequences of up to `positions`
+/// tokens. A single chunk of such a sequence always fits.
 pub fn most_words(positions: usize) -> usize {
     PassForms::of(positions).largest().words - START
 }
 
-/// The size of the arrays in which stages get a pass.
+/// The sizes of the arrays in which stages receive a pass.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct PassForm {
     pub(crate) tokens: usize,
     pub(crate) words: usize,
 }
 
-/// The forms of passes, the smallest first.
+/// The sizes that the arrays of a pass can have, the smallest first.
 #[derive(Clone, Debug)]
 pub(crate) struct PassForms([PassForm; FORMS.len()]);
 
 impl PassForms {
-    /// Creates the forms for sequences of up to `positions` tokens.
+    /// Creates the sizes for sequences of up to `positions` tokens.
     pub(crate) fn of(positions: usize) -> Self {
         let mut forms = FORMS.map(|(tokens, words)| PassForm { tokens, words });
         let largest = &mut forms[FORMS.len() - 1];
@@ -108,11 +112,11 @@ impl PassForms {
         self.0[FORMS.len() - 1]
     }
 
-    /// Returns the smallest form that has room for a pass.
+    /// Returns the smallest sizes into which a pass fits.
     ///
     /// # Errors
     ///
-    /// If none has.
+    /// If the pass is larger than the largest sizes.
     pub(crate) fn form(&self, pass: &InferencePass) -> Result<PassForm> {
         let tokens = pass.tokens();
         let words: usize = pass.chunks.iter().map(PassChunk::words).sum();
@@ -131,8 +135,8 @@ impl PassForms {
         })
     }
 
-    /// Returns a pass of each form, over one sequence, without a choice of the next token. There
-    /// are blocks for `most` tokens.
+    /// Returns one pass for each size, with one sequence and without a choice of the next token.
+    /// The cache has blocks for `most` tokens.
     pub(crate) fn pass_of_each(&self, most: usize) -> impl Iterator<Item = InferencePass> {
         self.0.into_iter().map(move |form| {
             let tokens = form.tokens.min(most).max(1);
@@ -143,8 +147,8 @@ impl PassForms {
         })
     }
 
-    /// Returns passes of one token with so many words that they have larger forms than a pass of
-    /// `tokens` tokens: those that long sequences can need.
+    /// Returns passes of one token with so many blocks that they need a larger size than a pass of
+    /// `tokens` tokens. Passes of long sequences may have such sizes.
     pub(crate) fn pass_of_each_wider(&self, tokens: usize) -> impl Iterator<Item = InferencePass> {
         let pairs = self.0.windows(2);
         let wider = pairs.filter(move |two| two[0].tokens >= tokens && two[1].words > two[0].words);
@@ -153,12 +157,12 @@ impl PassForms {
 }
 
 impl PassChunk {
-    /// Returns the number of tokens.
+    /// Returns the number of tokens in the chunk.
     pub fn tokens(&self) -> usize {
         self.given.len().max(1)
     }
 
-    /// Returns the number of words of four bytes that the chunk takes in a pass.
+    /// Returns the number of 32-bit words that encode the chunk.
     pub fn words(&self) -> usize {
         let begin = if self.new.is_some() { BEGIN } else { 0 };
         HEAD + begin + self.given.len() + self.blocks.len()
@@ -166,7 +170,7 @@ impl PassChunk {
 }
 
 impl fmt::Display for InferencePass {
-    /// Writes the numbers of sequences and tokens, and a hash of all that the pass has.
+    /// Writes the numbers of chunks and tokens, and a hash of the whole pass.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hash = self
             .words()
@@ -184,7 +188,7 @@ impl fmt::Display for InferencePass {
 }
 
 impl InferencePass {
-    /// Creates a pass of the first tokens of one sequence, after which none is chosen.
+    /// Creates a pass of one sequence's first tokens that chooses no next token.
     fn without_choice(given: Vec<u32>, blocks: Vec<u32>) -> Self {
         let chunk = PassChunk {
             slot: 0,
@@ -200,12 +204,13 @@ impl InferencePass {
         }
     }
 
-    /// Returns the number of tokens.
+    /// Returns the number of tokens in all chunks.
     pub fn tokens(&self) -> usize {
         self.chunks.iter().map(PassChunk::tokens).sum()
     }
 
-    /// Writes the tokens, and zeros for those that the first stage knows.
+    /// Writes the tokens of all chunks, and 0 for a chunk's token that the first stage looks up
+    /// itself.
     pub(crate) fn write_tokens(&self, to: &mut [u32]) {
         to.fill(0);
         let mut at = 0;
@@ -215,7 +220,7 @@ impl InferencePass {
         }
     }
 
-    /// Writes all but the order of the tokens.
+    /// Writes the encoded pass, and fills the rest of `to` with zeros.
     pub(crate) fn write(&self, to: &mut [u32]) {
         let words = self.words();
         to[..words.len()].copy_from_slice(&words);
@@ -266,11 +271,11 @@ impl InferencePass {
         words
     }
 
-    /// Reads a pass from the words of [`write`](Self::write).
+    /// Reads a pass from the words that [`write`](Self::write) wrote.
     ///
     /// # Errors
     ///
-    /// If the words are no pass.
+    /// If the words do not encode a pass.
     pub(crate) fn read(words: &Tensor) -> CandleResult<Self> {
         let words = words.to_vec1::<u32>()?;
         let mut words = PassWords(&words);
@@ -298,7 +303,7 @@ impl InferencePass {
         Ok(Self { version, chunks })
     }
 
-    /// Returns the sequences of the pass with their blocks.
+    /// Returns the rows and blocks of each chunk's sequence.
     pub(crate) fn rows(&self) -> Vec<PagedRows> {
         let rows = |chunk: &PassChunk| PagedRows {
             start: chunk.start as usize,
@@ -309,7 +314,7 @@ impl InferencePass {
     }
 }
 
-/// The words of a pass that are not read yet.
+/// The rest of a pass's words that has not been read.
 struct PassWords<'a>(&'a [u32]);
 
 impl PassWords<'_> {

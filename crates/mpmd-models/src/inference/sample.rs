@@ -11,31 +11,34 @@ use crate::error::InvalidSetting;
 use crate::hub::folder::{Folder, GENERATION};
 use crate::inference::token_order::{TokenOrder, TokenRank, TokenWeights};
 
-/// The settings for the choice of the next token. They apply in the order of the library
-/// `transformers`: penalties, temperature, `top_k`, `top_p`, `min_p`.
+/// The settings for choosing the next token. They apply in the order of the library `transformers`:
+/// penalties, temperature, `top_k`, `top_p`, `min_p`.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Sampling {
-    /// Divides the logits. With 0 the most probable token is taken.
+    /// Divisor of the logits. With 0 the most probable token is always chosen.
     pub temperature: f64,
-    /// Number of the most probable tokens that are kept; 0 for all.
+    /// Number of most probable tokens among which one is drawn. 0 for all tokens.
     pub top_k: usize,
-    /// Least probability that the kept tokens have together.
+    /// Keeps the fewest most probable tokens whose probabilities add up to at least this. 1 keeps
+    /// all tokens.
     pub top_p: f64,
-    /// Least probability of a kept token, as a share of the most probable one's.
+    /// Keeps tokens whose probability is at least this share of the most probable token's. 0 keeps
+    /// all tokens.
     pub min_p: f64,
-    /// Divides the positive logits of tokens of the prompt and the text, and multiplies negative
-    /// ones.
+    /// Divides the positive logits of tokens of the prompt and of those generated before, and
+    /// multiplies negative ones. 1 changes nothing.
     pub repetition_penalty: f64,
-    /// Subtracted from the logits of tokens of the text.
+    /// Subtracted from the logits of tokens that were generated before; the prompt does not count.
     pub presence_penalty: f64,
-    /// Subtracted from the logit of a token for each time that the text has it.
+    /// Subtracted from the logit of a token for each time that it was generated before; the prompt
+    /// does not count.
     pub frequency_penalty: f64,
-    /// Seed of the random choices.
+    /// Seed of the random draws.
     pub seed: u64,
 }
 
 impl Default for Sampling {
-    /// The most probable token, without penalties.
+    /// Returns settings that always choose the most probable token, without penalties.
     fn default() -> Self {
         Self {
             temperature: 0.0,
@@ -51,11 +54,12 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Returns how a folder's `generation_config.json` says that tokens are chosen.
+    /// Returns the settings of a folder's `generation_config.json`.
     ///
     /// # Errors
     ///
-    /// If the file is damaged, or a value is of another type or out of its range: with the key.
+    /// If the file is damaged, or a value has the wrong type or is out of range. The message names
+    /// the key.
     pub fn of(folder: &Folder) -> Result<Self> {
         let file = folder.path().join(GENERATION);
         let keys = ConfigKeys::new(&file, folder.generation()?);
@@ -89,7 +93,7 @@ impl Sampling {
     ///
     /// # Errors
     ///
-    /// Names the first that is not.
+    /// If a value is out of range. The error names the first such field.
     pub fn check(&self) -> Result<(), InvalidSetting> {
         let Self {
             temperature,
@@ -140,10 +144,12 @@ impl Sampling {
         }
     }
 
-    /// Returns the token that follows a prompt and a text, from its logits. The same arguments
-    /// always give the same token: the random number depends on the seed and the length of the text
-    /// alone. Settings that keep the same tokens draw the same one. `None` if the largest logit is
-    /// no finite number.
+    /// Chooses the token after a prompt and the generated tokens `text`, from its logits. `None` if
+    /// the largest logit is not finite.
+    ///
+    /// The same arguments always give the same token: the random number depends only on the seed
+    /// and the length of `text`. Values of `top_k`, `top_p` and `min_p` that keep the same tokens
+    /// choose the same one.
     pub fn next(&self, logits: impl AsRef<[f32]>, prompt: &[u32], text: &[u32]) -> Option<u32> {
         let logits = self.penalized(logits.as_ref(), prompt, text);
         let order = TokenOrder::of(&logits);
@@ -160,7 +166,7 @@ impl Sampling {
         )
     }
 
-    /// Returns the logits after penalties.
+    /// Returns the logits after all penalties.
     fn penalized<'a>(&self, logits: &'a [f32], prompt: &[u32], text: &[u32]) -> Cow<'a, [f32]> {
         let is_repeated = self.repetition_penalty != 1.0;
         let is_present = self.presence_penalty != 0.0 || self.frequency_penalty != 0.0;
@@ -203,7 +209,7 @@ impl Sampling {
         )
     }
 
-    /// Returns the lowest rank of the tokens that may be drawn.
+    /// Returns the lowest rank among the tokens that `top_k`, `top_p` and `min_p` keep.
     fn lowest_kept(
         &self,
         order: &TokenOrder<'_>,
@@ -229,7 +235,7 @@ mod tests {
 
     use super::*;
 
-    /// Probabilities that `transformers` gives; see `tests/make_examples.py`.
+    /// Probabilities computed by `transformers`; see `tests/make_examples.py`.
     #[derive(Deserialize)]
     struct Expected {
         sampling: Vec<Case>,

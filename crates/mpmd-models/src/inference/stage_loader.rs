@@ -26,29 +26,30 @@ use crate::inference::stage_times::StageClock;
 use crate::inference::weight_store::{PackedKey, ReadRegion, WeightSource, WeightStore, held_as};
 use crate::rope::RopeAngles;
 
-/// The layers of a stage of inference, and how its devices hold and compute them.
+/// The layers of an inference stage, and how its devices hold and compute them.
 pub(crate) struct StageSpec<'a> {
     pub(crate) layers: Range<usize>,
     pub(crate) mesh: &'a Mesh,
     pub(crate) room: Room,
-    /// The most tokens of a sequence.
+    /// Largest number of tokens in a sequence.
     pub(crate) positions: usize,
     pub(crate) in_half: bool,
-    /// True if candle computes on the devices themselves, which are not CPUs.
+    /// True if candle computes on the stage's accelerator. False if candle computes on the host,
+    /// even for CUDA devices.
     pub(crate) on_device: bool,
     pub(crate) weights: &'a WeightStore,
 }
 
-/// The place of a stage in its pipeline.
+/// Whether a stage is the first or the last of its pipeline.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StageEnds {
-    /// True if the stage reads tokens.
+    /// True if the stage's input is tokens.
     pub(super) is_first: bool,
-    /// True if the stage chooses tokens.
+    /// True if the stage chooses the next tokens.
     pub(super) is_last: bool,
 }
 
-/// A part of a model that is to be loaded, and to compute passes.
+/// Loads a stage's weights on its devices, and computes passes with them.
 #[derive(Clone)]
 pub(crate) struct StageLoader {
     pub(super) folder: Folder,
@@ -57,12 +58,13 @@ pub(crate) struct StageLoader {
     mesh: Mesh,
     over: DeviceDivision,
     room: Room,
-    /// The most tokens of a sequence.
+    /// Largest number of tokens in a sequence.
     pub(super) positions: usize,
     in_half: bool,
-    /// True if candle computes on the devices themselves, which are not CPUs.
+    /// True if candle computes on the stage's accelerator. False if candle computes on the host,
+    /// even for CUDA devices.
     on_device: bool,
-    /// The bytes on a device.
+    /// Bytes that the stage's state takes on a device.
     bytes: u64,
     weights: WeightStore,
     pub(super) clock: Arc<StageClock>,
@@ -110,15 +112,15 @@ impl StageLoader {
         Ok(loader)
     }
 
-    /// Issues the operation that makes the stage's state on the devices of `mesh`.
+    /// Issues the operation that creates the stage's state on the devices of `mesh`.
     #[track_caller]
     pub(super) fn issue(&self, p: &mut Program, mesh: &Mesh) -> Result<MpmdObject<InferenceState>> {
         let loader = self.clone();
         p.object_of_bytes(mesh, self.bytes, move |device| loader.load(device))
     }
 
-    /// Returns the stage that computes with the loaded part. The last one of a model returns the
-    /// choices `[sequences, CHOICE]`.
+    /// Returns the pipeline stage of this loader. The last stage of a model returns the choices,
+    /// `[sequences, CHOICE]`.
     pub(super) fn stage(&self, ends: StageEnds) -> Result<CandleStage<(), Tensor, Tensor>> {
         let loader = self.clone();
         let forward = move |(): &(), x: Tensor, cx: &mut Cx<'_>| match cx.state()? {
@@ -143,8 +145,8 @@ impl StageLoader {
             .frozen())
     }
 
-    /// Computes a pass on the state of a device. Returns the choices of the last stage, or the
-    /// inputs of the next one.
+    /// Computes a pass on the state of a device. Returns the choices on the last stage, otherwise
+    /// the inputs of the next stage.
     fn compute(
         &self,
         state: &mut InferenceState,
@@ -183,7 +185,8 @@ impl StageLoader {
         Ok(y)
     }
 
-    /// Returns a result of the stage's shape, of a run that only looks for shapes and collectives.
+    /// Returns placeholder values in the stage's output shape, for a probe that only records shapes
+    /// and collectives.
     fn compute_shapes(&self, x: Tensor, ends: StageEnds, cx: &Cx<'_>) -> CandleResult<Tensor> {
         let form = x.dim(1)?;
         let width = self.folder.config().hidden_size;
@@ -194,7 +197,7 @@ impl StageLoader {
         }
     }
 
-    /// Calls the collectives of a pass, on zeros.
+    /// Calls the collectives of a pass with zeros, for a probe.
     fn probe(&self, x: Tensor, is_last: bool, cx: &Cx<'_>) -> CandleResult<()> {
         if self.over == DeviceDivision::ONE {
             return Ok(());
@@ -220,7 +223,7 @@ impl StageLoader {
         Ok(())
     }
 
-    /// Returns the shape of each parameter of some layers, by name.
+    /// Returns the name and shape of each parameter of the layers `layers`.
     fn params(&self, layers: Range<usize>) -> Result<BTreeMap<String, ShapedArray>> {
         let config = self.folder.config().clone();
         let over = self.over;
@@ -240,7 +243,7 @@ impl StageLoader {
         Ok(params.into_iter().collect())
     }
 
-    /// Returns the region of each parameter of some layers on a device, by name.
+    /// Returns the region of each parameter of `layers` that a device holds, by name.
     fn regions(&self, layers: Range<usize>, device: DeviceId) -> Result<BTreeMap<String, Region>> {
         let mut regions = BTreeMap::new();
         let params = self.params(layers)?;
@@ -255,7 +258,8 @@ impl StageLoader {
         Ok(regions)
     }
 
-    /// Creates the state of a device. Reads its weights unless this process has them.
+    /// Creates the state of a device. Reads the folder's weights, unless this process already holds
+    /// them.
     fn load(&self, device: DeviceId) -> Result<InferenceState> {
         let place = self
             .mesh
@@ -288,8 +292,8 @@ impl StageLoader {
         })
     }
 
-    /// Returns the reason why a stage on devices other than CPUs computes on the host. `None` if
-    /// its devices compute it.
+    /// Returns the reason why an accelerator's stage is computed on the host. `None` if the
+    /// accelerator computes it.
     pub(super) fn on_host_because(&self) -> Option<&'static str> {
         if self.on_device {
             return None;
@@ -313,13 +317,13 @@ impl StageLoader {
         }
     }
 
-    /// Returns the weights of the folder.
+    /// Returns a source of the folder's weights.
     fn of_folder(&self) -> WeightSource {
         let folder = self.folder.clone();
         Arc::new(move |name, region, values| folder.read_with_warning(name, region, values))
     }
 
-    /// Returns the part of a version for a pass on this device.
+    /// Returns the stage's layers with the weights of a version, for a pass on this device.
     fn part(
         &self,
         state: &mut InferenceState,
@@ -356,8 +360,8 @@ impl StageLoader {
         Ok(part)
     }
 
-    /// Takes a version for the devices of its mesh that are among `devices`. Blocks while it packs
-    /// them.
+    /// Stores version `version` for the stage's devices that are among `devices`. For stages
+    /// computed on the host, blocks while the weights are packed.
     pub(super) fn take(
         &self,
         devices: &[DeviceId],
@@ -377,17 +381,17 @@ impl StageLoader {
         Ok(())
     }
 
-    /// True if this process holds a version.
+    /// True if this process holds the weights of a version.
     pub(super) fn has(&self, version: u64) -> bool {
         self.weights.lock().has(version)
     }
 
-    /// Forgets a version.
+    /// Frees the weights of a version.
     pub(super) fn retire(&self, version: u64) {
         self.weights.lock().retire(version);
     }
 
-    /// Returns the leaves of a publication that the devices of the mesh need.
+    /// Returns the arrays of a publication that the stage's devices need.
     pub(super) fn wanted(&self) -> Result<Vec<WantedLeaf>> {
         let params = self.params(self.layers.clone())?;
         let shardings = rules::shardings(self.folder.config(), &self.mesh, params.clone())?;
@@ -409,8 +413,8 @@ impl StageLoader {
         wanted.collect()
     }
 
-    /// Reads the weights of a device to its memory, for a pass there. A later epoch of the job has
-    /// other devices, and reads them again.
+    /// Reads the weights of a stage into the memory of its accelerator. After a recovery the job
+    /// has other devices, and reads the weights again.
     fn read_to(&self, device: &Device, source: &ReadRegion) -> Result<Decoder> {
         let own = self.mesh.devices()[0];
         let half = self.in_half && !device.is_cpu();
@@ -431,7 +435,7 @@ impl StageLoader {
         Decoder::new(self.plan(), self.layers.clone(), &parts_builder(tensors)).map_err(failed)
     }
 
-    /// Returns the inputs of a stage in the dtype of its weights.
+    /// Converts a stage's inputs to bf16 if its accelerator holds the matrices in bf16.
     fn working(&self, x: Tensor) -> CandleResult<Tensor> {
         match self.in_half && !x.device().is_cpu() {
             true => x.to_dtype(candle_core::DType::BF16),
@@ -439,7 +443,7 @@ impl StageLoader {
         }
     }
 
-    /// Reads the weights of a device layer by layer, and packs them.
+    /// Reads the weights of a device layer by layer, and packs them in host memory.
     fn read(&self, device: DeviceId, source: &ReadRegion) -> Result<Decoder> {
         let failed = |why: Error| candle_core::Error::wrap(why);
         let in_half = self.in_half;
@@ -479,7 +483,7 @@ impl StageLoader {
         part.map_err(|why| Error::kernel(why.to_string()))
     }
 
-    /// Returns the part without the values of its matrices.
+    /// Returns the stage's layers without values in their matrices.
     fn zeros(&self) -> CandleResult<Decoder> {
         let failed = |why: Error| candle_core::Error::wrap(why);
         let device = self.mesh.devices()[0];
@@ -494,7 +498,7 @@ impl StageLoader {
         Decoder::new(self.plan(), self.layers.clone(), &parts_builder(tensors))?.hollow()
     }
 
-    /// Returns empty caches of so many blocks.
+    /// Returns empty caches of `blocks` blocks for the stage's layers.
     fn caches(&self, blocks: usize) -> Caches {
         Caches::new(self.folder.config(), self.layers.len(), self.over, blocks)
     }

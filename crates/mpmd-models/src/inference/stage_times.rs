@@ -5,25 +5,25 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use mpmd_base::block::{Instant, now, since};
 
-/// Sums over the passes of a stage, on its first device.
+/// Sums of times and bytes over a stage's passes, measured on its first device.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct StageTimes {
-    /// Time for which the stage has computed.
+    /// Total time in which the stage computed.
     pub busy: Duration,
-    /// Number of bytes that it has handed to the next stage.
+    /// Number of bytes that the stage has given to the next stage.
     pub handed_bytes: u64,
-    /// Number of its passes.
+    /// Number of passes that have ended.
     passes: u64,
-    /// The starts and the ends of its passes, in nanoseconds of Unix, modulo 2^64.
+    /// Sum of the passes' starts, and sum of their ends, in nanoseconds since 1970, modulo 2^64.
     sums: [u64; 2],
 }
 
-/// Number of words that the times take in an array.
+/// Number of 32-bit words that encode a [`StageTimes`].
 pub(crate) const TIMES: usize = 10;
 
 impl StageTimes {
-    /// Returns the time from the ends of this stage's passes to their starts on the next stage. It
-    /// is exact where both have the same clock, and zero if a pass has failed on one of them.
+    /// Returns the total time from the end of each pass on this stage to its start on `next`. Exact
+    /// if both stages have the same clock; zero if a pass has failed on one of them.
     pub fn until(&self, next: &Self) -> Duration {
         let time = next.sums[0].wrapping_sub(self.sums[1]);
         // Clocks of two hosts differ.
@@ -31,7 +31,7 @@ impl StageTimes {
         Duration::from_nanos(if is_valid { time } else { 0 })
     }
 
-    /// Reads [`TIMES`] words.
+    /// Reads the times from [`TIMES`] words.
     pub(crate) fn read(words: &[u32]) -> Self {
         let mut numbers = words
             .chunks_exact(2)
@@ -47,7 +47,7 @@ impl StageTimes {
     }
 }
 
-/// Counts the times of a stage.
+/// Accumulates the [`StageTimes`] of a stage.
 #[derive(Debug, Default)]
 pub(crate) struct StageClock {
     busy: AtomicU64,
@@ -56,11 +56,12 @@ pub(crate) struct StageClock {
     sums: [AtomicU64; 2],
 }
 
-/// The start of a pass. One that does not end, since it fails, is not counted.
+/// The start of a pass: now, and as nanoseconds since 1970. A pass that fails never ends, and is
+/// not counted.
 pub(crate) struct PassStart(Instant, u64);
 
 impl StageClock {
-    /// Forgets all passes.
+    /// Sets all sums to zero.
     pub(crate) fn reset(&self) {
         self.numbers()
             .into_iter()
@@ -71,7 +72,7 @@ impl StageClock {
         PassStart(now(), unix_nanos())
     }
 
-    /// Counts a pass that hands over so many bytes.
+    /// Counts a pass that ends now and gives `bytes` bytes to the next stage.
     pub(crate) fn end(&self, PassStart(start, unix): PassStart, bytes: usize) {
         let busy = since(start).as_nanos() as u64;
         let more = [busy, bytes as u64, 1, unix, unix_nanos()];
@@ -80,7 +81,7 @@ impl StageClock {
         }
     }
 
-    /// Writes [`TIMES`] words.
+    /// Writes the times as [`TIMES`] words.
     pub(crate) fn write(&self, to: &mut [u32]) {
         for (number, to) in self.numbers().into_iter().zip(to.chunks_exact_mut(2)) {
             let number = number.load(Ordering::Relaxed);

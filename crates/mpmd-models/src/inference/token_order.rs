@@ -8,21 +8,21 @@ use std::ops::Range;
 pub(crate) use mpmd_device::cpu::logits::TokenWeights;
 use mpmd_device::cpu::logits::{BINS, key, largest_key, logit};
 
-/// Number of tokens in a block.
+/// Number of tokens in a block, whose largest logit is known.
 const BLOCK: usize = 256;
 
-/// A token's place in the order by logits: that of the most probable token is the largest. Of equal
-/// logits, that of the lower token ranks higher. Logits have the order of [`f32::total_cmp`].
+/// The rank of a token by its logit: the most probable token has the highest rank. Of equal logits,
+/// the lower token number ranks higher. Logits compare as in [`f32::total_cmp`].
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) struct TokenRank(u64);
 
 impl TokenRank {
-    /// Below it are logits that are no finite numbers, of which no token is drawn.
+    /// Returns the lowest rank of a finite logit. Tokens below it are never drawn.
     pub(crate) fn lowest() -> Self {
         Self::last(f32::MIN)
     }
 
-    /// Returns the lowest rank that a token with this logit can have.
+    /// Returns the lowest rank of any token with this logit.
     pub(crate) fn last(logit: f32) -> Self {
         Self::new(logit, u32::MAX)
     }
@@ -45,10 +45,10 @@ impl TokenRank {
     }
 }
 
-/// The logits of a vocabulary.
+/// The logits of a vocabulary, with the largest logit of each block.
 pub(crate) struct TokenOrder<'a> {
     logits: &'a [f32],
-    /// The largest key of each block.
+    /// The sort key of the largest logit in each block.
     largest: Vec<i32>,
 }
 
@@ -67,7 +67,7 @@ impl<'a> TokenOrder<'a> {
         self.ranks(block).max()
     }
 
-    /// Returns the ranks of the `count` most probable tokens, in no order.
+    /// Returns the ranks of the `count` most probable tokens, unsorted.
     pub(crate) fn most(&self, count: usize) -> Vec<TokenRank> {
         if count == 0 {
             return Vec::new();
@@ -90,16 +90,15 @@ impl<'a> TokenOrder<'a> {
         most
     }
 
-    /// Returns the sum of the weights of the tokens from a rank on.
+    /// Returns the sum of the weights of all tokens with rank `least` or higher.
     pub(crate) fn total(&self, weights: TokenWeights, least: TokenRank) -> f64 {
         self.blocks()
             .map(|block| self.sum(block, weights, least))
             .sum()
     }
 
-    /// Returns the lowest rank of the nucleus: the fewest most probable tokens whose weights
-    /// together are at least `share` of the total. The total is that of the tokens from rank
-    /// `least` on.
+    /// Returns the lowest rank of the nucleus: the fewest most probable tokens whose weights add up
+    /// to `share` of the total. The total covers the tokens with rank `least` or higher.
     pub(crate) fn nucleus(&self, weights: TokenWeights, least: TokenRank, share: f64) -> TokenRank {
         let mut sums = vec![0.0; BINS];
         for block in self
@@ -135,9 +134,11 @@ impl<'a> TokenOrder<'a> {
         lowest_needed(&mut ranks, weight, sum - sums[border], enough).unwrap_or(least)
     }
 
-    /// Returns the token that a random number from 0 to 1 chooses among those from a rank on: with
-    /// weights as lengths, tokens lie one after another by their numbers. `None` if all weights are
-    /// zero.
+    /// Draws a token with rank `least` or higher, with probabilities proportional to the weights.
+    /// `random` is a uniform number from 0 to 1. `None` if all weights are zero.
+    ///
+    /// The tokens are lined up by number, each as long as its weight; `random` is a point on this
+    /// line.
     pub(crate) fn draw(&self, weights: TokenWeights, least: TokenRank, random: f64) -> Option<u32> {
         let sums: Vec<f64> = self
             .blocks()
@@ -158,7 +159,7 @@ impl<'a> TokenOrder<'a> {
         0..self.largest.len()
     }
 
-    /// Returns the tokens of a block.
+    /// Returns the numbers of the tokens in a block.
     fn range(&self, block: usize) -> Range<usize> {
         block * BLOCK..self.logits.len().min((block + 1) * BLOCK)
     }
@@ -168,8 +169,10 @@ impl<'a> TokenOrder<'a> {
             .map(|token| TokenRank::new(self.logits[token], token as u32))
     }
 
-    /// Calls `f` with the logits of a block, and the least key of those from a rank on. The sum of
-    /// their weights has the same bits for all ranks from which the same tokens count.
+    /// Calls `f` with the logits of a block and the sort key from which on a logit counts. Logits
+    /// with this key whose tokens rank below `least` are replaced by negative infinity.
+    ///
+    /// Ranks that keep the same tokens give the same logits, so sums of weights have the same bits.
     fn with<R>(&self, block: usize, least: TokenRank, f: impl FnOnce(&[f32], i32) -> R) -> R {
         let Range { start, end } = self.range(block);
         let logits = &self.logits[start..end];
@@ -192,7 +195,7 @@ impl<'a> TokenOrder<'a> {
         f(&own, least_key)
     }
 
-    /// Returns the sum of the weights of a block's tokens from a rank on.
+    /// Returns the sum of the weights of a block's tokens with rank `least` or higher.
     fn sum(&self, block: usize, weights: TokenWeights, least: TokenRank) -> f64 {
         match self.largest[block] >= least.key() {
             true => self.with(block, least, |logits, key| {
@@ -203,8 +206,8 @@ impl<'a> TokenOrder<'a> {
     }
 }
 
-/// Subtracts numbers from `rest` until one is larger than `rest`, and returns the index of that
-/// one. If all are subtracted, as after rounding, returns the index of the last positive number.
+/// Subtracts numbers from `rest` until one is larger than `rest`, and returns its index. If all are
+/// subtracted, as after rounding, returns the index of the last positive number.
 fn passed(rest: &mut f64, numbers: impl Iterator<Item = f64>) -> Option<usize> {
     let mut last = None;
     for (at, number) in numbers.enumerate().filter(|(_, number)| *number > 0.0) {
@@ -217,8 +220,8 @@ fn passed(rest: &mut f64, numbers: impl Iterator<Item = f64>) -> Option<usize> {
     last
 }
 
-/// Adds weights to `sum`, from the highest rank down, until it is at least `enough`. Returns the
-/// last rank added, the lowest if all are too few. `None` if there are no ranks.
+/// Adds the weights of ranks to `sum`, from the highest down, until it is at least `enough`.
+/// Returns the last rank added. `None` if there are no ranks.
 fn lowest_needed(
     mut ranks: &mut [TokenRank],
     weight: impl Fn(TokenRank) -> f64,

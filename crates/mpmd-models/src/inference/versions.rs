@@ -19,125 +19,129 @@ use crate::hub::folder::Folder;
 use crate::inference::stage_loader::StageLoader;
 use crate::inference::weight_store::WeightSource;
 
-/// Words of the state of a device that reads a folder: the state, then the two halves of the hash
-/// of the weights, or else the number of bytes of a reason, and the reason.
+/// Number of 32-bit words in the state of a process that reads a folder: a code, then either the
+/// hash of the weights, or the length and bytes of an error message.
 const STATE_WORDS: usize = 2 + 64;
 
-/// Bits of a version below those that tell its source: the number for people.
+/// Number of low bits of a version that hold its number. The bits above tell its source.
 const NUMBER: u32 = 48;
-/// The bit of versions that are read from a folder.
+/// The bit that marks versions read from a folder.
 const FROM_FOLDER: u64 = 1 << 63;
 
-/// Returns the number of a version for people: the one that its trainer gave it.
+/// Returns the number of a version that users see: for published versions, the number that the
+/// trainer gave.
 pub fn version_number(version: u64) -> u64 {
     version & ((1 << NUMBER) - 1)
 }
 
-/// Returns the version of weights that are read from a folder while `newest` is in use.
+/// Returns the version for weights that will be read from a folder while version `newest` is in
+/// use.
 pub fn next_of_folder(newest: u64) -> u64 {
     (version_number(newest) + 1) | FROM_FOLDER
 }
 
-/// Returns the version of received weights. A trainer that has begun anew gives its numbers once
-/// more.
+/// Returns the version of received weights. It contains the publication, since a restarted trainer
+/// repeats its version numbers.
 fn received_version(received: &Received) -> u64 {
     (received.publication << NUMBER | version_number(received.version)) & !FROM_FOLDER
 }
 
-/// The versions of the weights of an inference. Clones share the state.
+/// The versions of an inference's weights. Clones share the state.
 ///
-/// Version 0 are the weights of the folder. The upper bits of a later version tell its source; the
-/// others are [`version_number`].
+/// Version 0 is the weights of the folder. In later versions the upper bits tell the source, and
+/// the lower bits are the [`version_number`].
 #[derive(Clone, Debug, Default)]
 pub struct WeightVersions(Arc<Mutex<VersionsState>>);
 
-/// The state of a [`WeightVersions`] at one moment.
+/// A copy of a [`WeightVersions`]' state at one moment.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct VersionsState {
-    /// The newest version that is whole on every process. 0 before the first one.
+    /// The newest version that all processes have in full. 0 until the first later version.
     pub newest: u64,
-    /// True if there is room for a further version.
+    /// True if a further version can be received.
     pub has_room: bool,
-    /// True if weights of a folder are being read.
+    /// True if the weights of another folder are being read.
     pub is_loading: bool,
-    /// The reason why the last version was not taken, until a later one is.
+    /// The reason why the last version was refused. `None` after a later version has been received.
     pub failure: Option<String>,
-    /// The state of the link to a publisher, if the weights are subscribed to.
+    /// The state of the connection to a publisher. `None` without a subscription.
     pub publisher: Option<PublisherState>,
 }
 
-/// The state of the link to a publisher of weights.
+/// The state of the connection to a publisher of weights.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum PublisherState {
     /// The publisher is connected.
     Linked,
     /// There is no connection now.
     Unlinked {
-        /// The reason, in words.
+        /// The reason, as a message.
         why: String,
     },
 }
 
 impl WeightVersions {
-    /// Returns a copy of the whole state. Does not wait for anything.
+    /// Returns a copy of the whole state. Does not block.
     pub fn state(&self) -> VersionsState {
         self.0.lock().clone()
     }
 
-    /// Returns the newest version that is whole on every process. 0 before the first one. Does not
-    /// wait for anything.
+    /// Returns the newest version that all processes have in full. 0 until the first later version.
+    /// Does not block.
     pub fn newest(&self) -> u64 {
         self.0.lock().newest
     }
 
-    /// Says that every process has a further version. There is no room for others until
-    /// [`set_room`](Self::set_room).
+    /// Records that all processes have `version` in full. No further version is received until
+    /// [`set_room`](Self::set_room) allows it.
     pub fn arrive(&self, version: u64) {
         self.0.lock().arrive(version);
     }
 
-    /// Says if there is room for a further version: no other one than the newest is in use.
+    /// Sets whether a further version can be received. It can if no version other than the newest
+    /// is in use.
     pub fn set_room(&self, has_room: bool) {
         self.0.lock().has_room = has_room;
     }
 
-    /// True if weights of a folder are being read.
+    /// True if the weights of another folder are being read.
     pub fn is_loading(&self) -> bool {
         self.0.lock().is_loading
     }
 
-    /// Returns the reason why the last version was not taken, until a later one is.
+    /// Returns the reason why the last version was refused. `None` after a later version has been
+    /// received.
     pub fn failure(&self) -> Option<String> {
         self.0.lock().failure.clone()
     }
 
-    /// Returns the state of the link to a publisher, if the weights are subscribed to.
+    /// Returns the state of the connection to a publisher. `None` without a subscription.
     pub fn publisher(&self) -> Option<PublisherState> {
         self.0.lock().publisher.clone()
     }
 
-    /// True if there is room for a further version.
+    /// True if a further version can be received.
     pub fn has_room(&self) -> bool {
         self.0.lock().has_room
     }
 
-    /// Sets the state of the link to a publisher.
+    /// Sets the state of the connection to a publisher.
     fn link(&self, publisher: PublisherState) {
         self.0.lock().publisher = Some(publisher);
     }
 
-    /// Says that weights of a folder are being read.
+    /// Records that the weights of another folder are being read.
     fn begin_loading(&self) {
         self.0.lock().is_loading = true;
     }
 
-    /// Says that a version was not taken.
+    /// Records the reason why a version was refused.
     fn refuse(&self, why: String) {
         self.0.lock().failure = Some(why);
     }
 
-    /// Says that every process has read the weights of a folder as this version, or why they cannot
-    /// be used.
+    /// Records the end of reading a folder: all processes have its weights as `version`, or the
+    /// reason why they are refused.
     fn end_loading(&self, version: u64, result: Result<(), LoadRefusal>) {
         let mut state = self.0.lock();
         match result {
@@ -159,21 +163,21 @@ impl VersionsState {
     }
 }
 
-/// Takes the versions of a subscription.
+/// Receives the versions of a subscription on one process.
 pub(super) struct PublishedIntake {
     loaders: Vec<StageLoader>,
     devices: Vec<DeviceId>,
     versions: WeightVersions,
-    /// The version that was taken last, until its end.
+    /// The version that is being received. `None` between versions.
     taken: Option<u64>,
-    /// True on process 0, which decides on the passes.
+    /// True on process 0, which chooses the version of each pass.
     decides: bool,
-    /// The versions that this process has taken and still holds.
+    /// The received versions that this process still holds.
     held: Vec<u64>,
 }
 
 impl PublishedIntake {
-    /// Creates the intake of a subscription on this process.
+    /// Creates the receiver of a subscription on this process.
     pub(super) fn new(p: &Program, loaders: &[StageLoader], versions: &WeightVersions) -> Self {
         versions.link(PublisherState::Unlinked {
             why: "the publisher has not been found yet".to_owned(),
@@ -253,7 +257,7 @@ impl Intake for PublishedIntake {
     }
 }
 
-/// A region of the weights that cannot be computed with.
+/// Error: a region of the weights cannot be used for computation.
 #[derive(Debug, thiserror::Error)]
 enum RegionError {
     #[error("{0} was not published")]
@@ -266,7 +270,7 @@ enum RegionError {
     NotFinite { name: String, region: Region },
 }
 
-/// Reads a region of a received leaf as `f32`.
+/// Reads a region of a received array as `f32`.
 fn read_leaf(
     received: &Received,
     name: &str,
@@ -299,7 +303,7 @@ fn read_leaf(
     check_finite(name, region, values)
 }
 
-/// Checks that the values of a version can be computed with.
+/// Returns an error if a value is infinite or NaN.
 fn check_finite(name: &str, region: &Region, values: &[f32]) -> Result<(), RegionError> {
     match values.iter().all(|value| value.is_finite()) {
         true => Ok(()),
@@ -310,39 +314,40 @@ fn check_finite(name: &str, region: &Region, values: &[f32]) -> Result<(), Regio
     }
 }
 
-/// A folder, and the version as which its weights are read.
+/// A folder, and the version that its weights will have.
 #[derive(Clone, Debug)]
 pub(super) struct FolderVersion {
     pub(super) folder: PathBuf,
     pub(super) version: u64,
 }
 
-/// The weights of a folder that threads of all processes are reading.
+/// The reading of a folder's weights, on one thread of each process.
 pub(super) struct FolderLoading {
     what: FolderVersion,
-    /// The progress of this process.
+    /// The progress of the reading on this process.
     reading: Arc<Mutex<FolderReading>>,
-    /// The states of all devices, on the way to the reader.
+    /// The states of all devices' processes, on the way to the reader's mesh. `None` if none are
+    /// under way.
     states: Option<Vec<MpmdArray>>,
 }
 
-/// The progress of a process that reads the weights of a folder.
+/// The progress of reading a folder's weights on one process.
 #[derive(Clone, Debug)]
 enum FolderReading {
     Running,
-    /// The weights are taken, and have this hash.
+    /// The weights are in memory. This is their hash.
     Read(u64),
-    /// The reason for the failure.
+    /// The error message.
     Failed(String),
 }
 
-/// The reason why the weights of a folder are not used.
+/// Error: the weights of a folder are not used.
 #[derive(Debug, thiserror::Error)]
 enum LoadRefusal {
-    /// A process could not read them.
+    /// A process could not read the weights.
     #[error("{0}")]
     Failed(String),
-    /// Two processes have read other weights.
+    /// Two processes have read different weights.
     #[error(
         "{}: the weights of process {} have hash {:016x}, those of process {} {:016x}: give all \
          hosts the same files",
@@ -355,7 +360,7 @@ enum LoadRefusal {
     },
 }
 
-/// The hash of the weights that a process has read.
+/// The hash of the weights that one process has read.
 #[derive(Clone, Copy, Debug)]
 struct ProcessHash {
     process: ProcessId,
@@ -363,7 +368,7 @@ struct ProcessHash {
 }
 
 impl FolderLoading {
-    /// Begins to read the weights of a folder on this process, on a thread of its own.
+    /// Starts to read a folder's weights on this process, on a new thread.
     pub(super) fn begin(
         p: &Program,
         loaders: &[StageLoader],
@@ -395,8 +400,8 @@ impl FolderLoading {
         }
     }
 
-    /// Issues that the reader hears the states of these devices. Tells `versions` there if the last
-    /// states say that all have ended.
+    /// Issues operations that send the states of the devices' processes to `reader`. If the
+    /// previous states have arrived and no process still reads, records the result in `versions`.
     ///
     /// # Errors
     ///
@@ -434,8 +439,8 @@ impl FolderLoading {
         Ok(())
     }
 
-    /// Returns an error if two processes have read other weights. `hashes` are those of the devices
-    /// of the meshes.
+    /// Returns an error if two processes have read different weights. `hashes` has one hash for
+    /// each device of `meshes`.
     fn compare(&self, p: &Program, meshes: &[Mesh], hashes: &[u64]) -> Result<(), LoadRefusal> {
         let devices = meshes.iter().flat_map(|mesh| mesh.devices());
         let process = |device: &DeviceId| p.topology().process_of(*device);
@@ -463,7 +468,8 @@ impl FolderLoading {
     }
 }
 
-/// Takes a version of the weights from a folder with the same model. Returns a hash of the weights.
+/// Reads the weights of a folder with the same model, and stores them as a version. Returns a hash
+/// of the weights.
 pub(super) fn take_folder(
     loaders: &[StageLoader],
     devices: &[DeviceId],
@@ -494,7 +500,7 @@ pub(super) fn take_folder(
     Ok(hash)
 }
 
-/// Writes the state of a process as [`STATE_WORDS`] words.
+/// Writes the state of this process as [`STATE_WORDS`] words.
 fn write_state(state: &FolderReading, to: &mut [u32]) {
     to.fill(0);
     match state {
@@ -515,8 +521,8 @@ fn write_state(state: &FolderReading, to: &mut [u32]) {
     }
 }
 
-/// Returns how the reading has ended: with a hash of the weights on each device. `None` if a device
-/// still reads, or on other processes than the reader.
+/// Returns the result of the reading: the hash of the weights on each device, or the first error.
+/// `None` while a process still reads, and on processes other than the reader.
 fn ended(states: &[MpmdArray]) -> Result<Option<Result<Vec<u64>, LoadRefusal>>> {
     let mut failed = None;
     let mut runs = false;

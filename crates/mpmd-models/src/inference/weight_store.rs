@@ -13,23 +13,23 @@ use mpmd_base::block::{Mutex, MutexGuard};
 use crate::decoder::Decoder;
 use crate::decoder::devices::DeviceDivision;
 
-/// Reads a region of a parameter.
+/// A function that reads a region of a parameter, given by name, as f32.
 pub(super) type ReadRegion = dyn Fn(&str, &Region, &mut [f32]) -> Result<()> + Send + Sync;
-/// The values of a version of the weights.
+/// A shared function that reads the weights of one version.
 pub(super) type WeightSource = Arc<ReadRegion>;
 
-/// The weights that this process has, of each version. They stay as long as the stages do, so a
-/// later epoch of the job reads none, nor does a stage that is made anew.
+/// The weights that this process holds, by version. They outlive epochs of the job and new
+/// pipelines, which then need not read them again.
 #[derive(Clone, Default)]
 pub(crate) struct WeightStore(Arc<Mutex<HeldVersions>>);
 
-/// The versions in a [`WeightStore`].
+/// The content of a [`WeightStore`].
 #[derive(Default)]
 pub(super) struct HeldVersions {
     packed: HashMap<PackedKey, Arc<Decoder>>,
-    /// Versions for stages that compute on devices which are not CPUs.
+    /// The source of each published version, for stages that candle computes on an accelerator.
     sources: HashMap<u64, WeightSource>,
-    /// True if the weights of the folder are no longer used.
+    /// True once version 0, the weights of the folder, has been retired.
     is_published: bool,
 }
 
@@ -38,11 +38,11 @@ pub(super) struct HeldVersions {
 pub(super) struct PackedKey {
     pub(super) version: u64,
     pub(super) layers: Range<usize>,
-    /// The division of the layers over the devices of the stage.
+    /// The division of the stage's layers over its devices.
     pub(super) over: DeviceDivision,
-    /// The place of the device in its mesh.
+    /// Index of the device in the stage's mesh.
     pub(super) place: usize,
-    /// True if matrices are in `bf16`.
+    /// True if the matrices are in `bf16`.
     pub(super) in_half: bool,
 }
 
@@ -57,13 +57,13 @@ impl WeightStore {
         self.0.lock()
     }
 
-    /// Returns packed weights, if they are here.
+    /// Returns the packed weights of a device. `None` if this process does not hold them.
     pub(super) fn get(&self, key: &PackedKey) -> Option<Arc<Decoder>> {
         self.lock().packed.get(key).cloned()
     }
 
-    /// Reads the weights of the folder, unless they are here or no longer used. The store is not
-    /// locked meanwhile.
+    /// Calls `read` for the folder's weights, and stores them. Does nothing if they are stored, or
+    /// if version 0 was retired. The store is not locked meanwhile.
     pub(super) fn get_or_read(
         &self,
         key: PackedKey,
@@ -82,27 +82,27 @@ impl WeightStore {
 }
 
 impl HeldVersions {
-    /// Adds the packed weights of one device.
+    /// Stores the packed weights of one device.
     pub(super) fn insert_packed(&mut self, key: PackedKey, part: Arc<Decoder>) {
         self.packed.insert(key, part);
     }
 
-    /// Adds a version for stages that compute on devices which are not CPUs.
+    /// Stores the source of a version, for stages that candle computes on an accelerator.
     pub(super) fn insert_source(&mut self, version: u64, source: WeightSource) {
         self.sources.insert(version, source);
     }
 
-    /// Returns the source of a published version.
+    /// Returns the source of a version. `None` if this process does not hold one.
     pub(super) fn source(&self, version: u64) -> Option<WeightSource> {
         self.sources.get(&version).cloned()
     }
 
-    /// True if the weights of the folder are still used.
+    /// True until version 0, the weights of the folder, is retired.
     pub(super) fn uses_folder(&self) -> bool {
         !self.is_published
     }
 
-    /// True if passes on a device that is not a CPU may still name the version.
+    /// True if passes on an accelerator may still use the version.
     pub(super) fn is_on_devices(&self, version: u64) -> bool {
         match version {
             0 => self.uses_folder(),
@@ -110,12 +110,12 @@ impl HeldVersions {
         }
     }
 
-    /// True if the weights of the version are here, or their source.
+    /// True if this process holds packed weights or a source of the version.
     pub(super) fn has(&self, version: u64) -> bool {
         self.packed.keys().any(|key| key.version == version) || self.sources.contains_key(&version)
     }
 
-    /// Forgets a version.
+    /// Frees the weights of a version.
     pub(super) fn retire(&mut self, version: u64) {
         self.packed.retain(|key, _| key.version != version);
         self.sources.remove(&version);
@@ -123,18 +123,18 @@ impl HeldVersions {
     }
 }
 
-/// The type of a model's weights in the memory of an inference. Sums are in f32 in any case.
+/// The dtypes of weights in the memory of an inference. Sums are always in f32.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum WeightType {
-    /// All in single precision.
+    /// All weights in f32.
     #[default]
     F32,
-    /// Matrices in `bf16`, vectors in single precision.
+    /// Matrices in `bf16`, vectors in f32.
     Bf16,
 }
 
-/// Returns the dtype in which an inference holds a parameter: with `in_half` that of matrices is
-/// `bf16`.
+/// Returns the dtype in which an inference holds a parameter: `bf16` for matrices if `in_half`,
+/// else f32.
 pub(crate) fn held_as(name: &str, aval: &ShapedArray, in_half: bool) -> DType {
     let is_matrix = aval.shape().len() > 1 && !name.ends_with("embed_positions.weight");
     if in_half && is_matrix {

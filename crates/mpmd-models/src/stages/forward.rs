@@ -9,15 +9,15 @@ use mpmd::pipeline::Loss;
 use crate::config::ModelConfig;
 use crate::decoder::{Balance, Decoder};
 
-/// The forward passes of the stages of a model.
+/// The forward passes of a model's stages.
 ///
-/// Between stages are outputs of layers `[batch, time, hidden_size]`. Behind them are sums of the
-/// loss that balances experts, `[2, experts]`, if there is one.
+/// The tensors between stages are the outputs of layers, `[batch, time, hidden_size]`. If experts
+/// are balanced by a loss, its sums `[2, experts]` follow them.
 #[derive(Clone, Copy)]
 pub(crate) struct StageForward {
-    /// True if a row may have several sequences.
+    /// True if a row may have several packed sequences.
     is_packed: bool,
-    /// The loss that balances experts.
+    /// The loss that balances experts. `None` without such a loss.
     balanced: Option<Balanced>,
 }
 
@@ -25,13 +25,14 @@ pub(crate) struct StageForward {
 #[derive(Clone, Copy)]
 struct Balanced {
     experts: usize,
-    /// Number of layers with experts.
+    /// Number of layers that have experts.
     layers: usize,
     factor: f64,
 }
 
 impl StageForward {
-    /// Creates the passes of a model. Only a training has the loss that balances experts.
+    /// Creates the forward passes of a model. Only passes that train have the loss that balances
+    /// experts.
     pub(crate) fn new(config: &ModelConfig, trains: bool, is_packed: bool) -> Self {
         let layers = config
             .layers
@@ -52,7 +53,8 @@ impl StageForward {
         }
     }
 
-    /// Computes the layers from tokens, or from the outputs of the stage before.
+    /// Computes a part's layers. `x` has tokens or the outputs of the previous stage, and perhaps
+    /// the sums of the balancing loss.
     pub(crate) fn run(
         self,
         part: &Decoder,
@@ -74,7 +76,7 @@ impl StageForward {
         ))
     }
 
-    /// Computes the inputs of the next stage.
+    /// Computes a stage other than the last. Returns the inputs of the next stage.
     pub(crate) fn forward(
         self,
         part: &Decoder,
@@ -94,9 +96,9 @@ impl StageForward {
         [sequences(x, width)].into_iter().chain(sums).collect()
     }
 
-    /// Returns the function of the last stage that computes the loss. It computes the logits of
-    /// `at_once` tokens of each sequence at a time. In training, each token gets the loss that
-    /// balances experts beside its own.
+    /// Returns the function with which the last stage computes the loss. It computes the logits of
+    /// `at_once` tokens of each sequence at a time. In training, the loss that balances experts is
+    /// added for each token.
     pub(crate) fn loss(
         self,
         at_once: usize,
@@ -132,18 +134,18 @@ impl StageForward {
         }
     }
 
-    /// Returns a side input of packed sequences.
+    /// Returns the side input `name` of packed sequences. `None` if rows are not packed.
     fn side(self, cx: &Cx<'_>, name: &str) -> Result<Option<Tensor>> {
         self.is_packed.then(|| cx.side(name)).transpose()
     }
 }
 
-/// Returns the shapes of the results of [`StageForward::loss`].
+/// Returns the shapes of the outputs of [`StageForward::loss`]: a sum and a weight.
 pub(crate) fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {
     Loss::new(f32s([]), f32s([]))
 }
 
-/// Returns the shape of vectors of this width for each token of `x` `[batch, time, …]`.
+/// Returns the shape of `x`, `[batch, time, …]`, with `width` as its last dimension.
 pub(crate) fn sequences(x: &ShapedArray, width: usize) -> ShapedArray {
     f32s([x.shape()[0], x.shape()[1], width])
 }

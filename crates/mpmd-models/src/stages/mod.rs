@@ -31,13 +31,13 @@ use crate::inference::weight_store::WeightStore;
 use crate::rope::RopeAngles;
 use crate::stages::forward::{StageForward, loss_shapes, sequences};
 
-/// Limit on the number of layers in a stage that is trained: candle walks over the operations of a
-/// pass by recursion, on the stack of the device's thread.
+/// Limit on the layers of a stage in training. Candle's backward pass recurses over the operations,
+/// on the stack of the device's thread.
 const MOST_TRAINED: usize = 1000;
-/// Number of tokens for which logits are computed at once, where no gradients are needed.
+/// Number of tokens for which logits are computed at once when no gradients are needed.
 const LOGITS_AT_ONCE: usize = 512;
 
-/// A model that is divided over stages.
+/// A model whose layers are divided over pipeline stages.
 #[derive(Clone, Debug)]
 pub struct Stages {
     folder: Folder,
@@ -45,23 +45,23 @@ pub struct Stages {
     cut: Vec<Range<usize>>,
     positions: usize,
     angles: Vec<RopeAngles>,
-    /// The division of each stage's layers over its devices.
+    /// The division of each stage's layers over the stage's devices.
     over: Vec<DeviceDivision>,
     lora: Option<Lora>,
     seed: u64,
     is_packed: bool,
-    /// The number of devices of the job before those of the stages.
+    /// Number of devices of the job that come before those of the stages.
     after: usize,
     weights: WeightStore,
 }
 
 impl Stages {
-    /// Divides the layers of a model over `stages` stages, so that the stage with most work has as
-    /// little as possible. `positions` is the largest number of tokens in a sequence.
+    /// Divides the layers over `stages` stages so that the largest work of a stage is least.
+    /// `positions` is the largest number of tokens in a sequence.
     ///
     /// # Errors
     ///
-    /// If the model has fewer layers than stages, or was made for fewer positions.
+    /// If the model has fewer layers than stages, or fewer positions than `positions`.
     pub fn new(folder: &Folder, stages: usize, positions: usize) -> Result<Self> {
         let config = folder.config();
         let file = folder.path().join(CONFIG);
@@ -106,23 +106,24 @@ impl Stages {
         })
     }
 
-    /// Reads the side inputs of [`PackedSequences`](mpmd::train::data::PackedSequences): `starts`
-    /// on each stage, and `weights` for the loss on the last one.
+    /// Sets whether rows are packed sequences. If so, stages read the side inputs of
+    /// [`PackedSequences`](mpmd::train::data::PackedSequences): `starts` on each stage, and
+    /// `weights` for the loss on the last one.
     #[must_use]
     pub fn packed(mut self, is_packed: bool) -> Self {
         self.is_packed = is_packed;
         self
     }
 
-    /// Leaves the first devices of the job to others.
+    /// Leaves the job's first `devices` devices free. The stages are on the devices after them.
     #[must_use]
     pub fn after(mut self, devices: usize) -> Self {
         self.after = devices;
         self
     }
 
-    /// Adds matrices of LoRA to all projections. Only they are trained. Their initial values depend
-    /// on the seed.
+    /// Adds LoRA's matrices to the projections, and trains only these matrices. Their first values
+    /// depend on `seed`. With `None` all parameters are trained.
     #[must_use]
     pub fn lora(mut self, lora: Option<Lora>, seed: u64) -> Self {
         self.lora = lora;
@@ -130,15 +131,15 @@ impl Stages {
         self
     }
 
-    /// Divides the layers of each stage over several devices: heads, MLPs, and tokens of the
-    /// vocabulary. There is one number for each stage, or one for all; by default it is 1. Results
-    /// depend on it in their last bits.
+    /// Divides each layer of a stage over several devices: its heads, its MLP, and the vocabulary.
+    /// `devices` has one number for each stage, or one for all; the default is 1. Results depend on
+    /// it in their last bits.
     ///
-    /// The layers are to be divided over stages afterwards: see [`Stages::divide`].
+    /// The layers must be divided over stages afterwards: see [`Stages::divide`].
     ///
     /// # Errors
     ///
-    /// If the numbers are not as many as the stages, or do not divide the heads or the MLPs.
+    /// If `devices` has a wrong length, or a number does not divide the heads or the MLPs.
     pub fn tensor_parallel(mut self, devices: &[usize]) -> Result<Self, DivisionError> {
         let each = self.each("tensor_parallel", devices)?;
         for (over, devices) in self.over.iter_mut().zip(each) {
@@ -150,16 +151,16 @@ impl Stages {
         Ok(self)
     }
 
-    /// Divides the experts of each stage over several devices, each of which has some of all
-    /// layers. There is one number for each stage, or one for all; by default it is 1. Results do
-    /// not depend on it.
+    /// Divides the experts of each stage over several devices. Each device has some experts of
+    /// every layer. `devices` has one number for each stage, or one for all; the default is 1.
+    /// Results do not depend on it.
     ///
-    /// The layers are to be divided over stages afterwards: see [`Stages::divide`].
+    /// The layers must be divided over stages afterwards: see [`Stages::divide`].
     ///
     /// # Errors
     ///
-    /// If the numbers are not as many as the stages, or one is no power of two that divides the
-    /// number of experts.
+    /// If `devices` has a wrong length, or a number is not a power of two that divides the number
+    /// of experts.
     pub fn expert_parallel(mut self, devices: &[usize]) -> Result<Self, DivisionError> {
         let each = self.each("expert_parallel", devices)?;
         for (over, devices) in self.over.iter_mut().zip(each) {
@@ -168,7 +169,8 @@ impl Stages {
         Ok(self)
     }
 
-    /// Returns the number of a setting for each stage. There is one for each, or one for all.
+    /// Returns the value of a setting for each stage. `numbers` has one value for each stage, or
+    /// one for all.
     fn each(&self, setting: &'static str, numbers: &[usize]) -> Result<Vec<usize>, InvalidSetting> {
         let stages = self.cut.len();
         match *numbers {
@@ -181,11 +183,11 @@ impl Stages {
         }
     }
 
-    /// Returns the number of devices of each rank. `rank_of` returns the rank of a stage.
+    /// Returns the number of devices of each rank. `rank_of` maps a stage to its rank.
     ///
     /// # Errors
     ///
-    /// If stages of one rank have unequal numbers.
+    /// If stages of one rank have different numbers of devices.
     pub fn devices(&self, rank_of: impl Fn(usize) -> usize) -> Result<Vec<usize>, InvalidSetting> {
         let mut ranks = BTreeMap::<usize, usize>::new();
         for (stage, over) in self.over.iter().enumerate() {
@@ -203,9 +205,9 @@ impl Stages {
         Ok(ranks.into_values().collect())
     }
 
-    /// Returns the mesh of each stage. The devices of the job are those that are
-    /// [left to others](Self::after), those of rank 0, then those of rank 1, and so on. `rank_of`
-    /// returns the rank of a stage.
+    /// Returns the mesh of each stage. The devices are numbered in this order: those that
+    /// [`after`](Self::after) leaves free, those of rank 0, those of rank 1, and so on. `rank_of`
+    /// maps a stage to its rank. Stages of one rank share devices.
     ///
     /// # Errors
     ///
@@ -221,8 +223,8 @@ impl Stages {
         meshes.collect()
     }
 
-    /// Returns the bytes that a block of keys and values takes on a device of the stage with most
-    /// layers for its devices.
+    /// Returns the bytes that one cache block takes in all layers on a device: the largest number
+    /// over the stages.
     pub fn block_bytes(&self) -> u64 {
         let one = HeldBytes::inference(
             &self.folder,
@@ -240,7 +242,8 @@ impl Stages {
             .unwrap_or(one)
     }
 
-    /// Returns tables of each stage's parameters, and of their division over its devices.
+    /// Returns tables for users: each stage's parameters, and their division over the stage's
+    /// devices.
     ///
     /// # Errors
     ///
@@ -268,13 +271,15 @@ impl Stages {
         Ok(text)
     }
 
-    /// Divides the layers over the stages, and the layers of each stage over its devices. A device
-    /// may hold at most its bytes of `division.memory`; `held` says how many a layer takes.
+    /// Divides the layers over the stages, and each layer over its stage's devices. A device's
+    /// memory is limited by `division.memory`; `held` has the bytes that parameters and layers
+    /// take.
     ///
     /// # Errors
     ///
-    /// If the given layers are not those of the model, each once, or a device of some stage has too
-    /// little memory. As for [`Stages::tensor_parallel`] and [`Stages::expert_parallel`].
+    /// If the given layers do not contain each layer of the model exactly once. If the devices of a
+    /// stage have too little memory. As for [`Stages::tensor_parallel`] and
+    /// [`Stages::expert_parallel`].
     pub fn divide(mut self, division: &Division, held: HeldBytes) -> Result<Self, DivisionError> {
         let stages = self.cut.len();
         let limits = &division.memory;
@@ -303,7 +308,7 @@ impl Stages {
         Ok(self)
     }
 
-    /// Checks that each stage that is to divide experts has some.
+    /// Returns an error if a stage should divide its experts but has no layer with experts.
     fn check_experts(&self) -> Result<(), InvalidSetting> {
         let layers = &self.folder.config().layers;
         for (stage, (range, over)) in self.cut.iter().zip(&self.over).enumerate() {
@@ -320,11 +325,12 @@ impl Stages {
         Ok(())
     }
 
-    /// Checks that each stage has few enough layers for a training.
+    /// Returns an error if a stage has too many layers for training.
     ///
     /// # Errors
     ///
-    /// If one has too many: with the number of stages that are enough.
+    /// If a stage has more than 1,000 layers. The message has the number of stages that would be
+    /// enough.
     pub fn check_trained(&self) -> Result<()> {
         let most = self.cut.iter().map(Range::len).max().unwrap_or_default();
         if most <= MOST_TRAINED {
@@ -349,11 +355,11 @@ impl Stages {
         self.cut[stage].clone()
     }
 
-    /// Creates a pipeline for training, and issues the reading of the weights. `meshes` are those
-    /// of the stages, in order: those of [`Stages::meshes`], or meshes without axes of these names,
-    /// over which the parameters are replicated.
+    /// Creates a pipeline for training, and issues the loading of the weights. `meshes` has the
+    /// mesh of each stage, as from [`Stages::meshes`]. Meshes without the axes of tensor and expert
+    /// parallelism replicate the parameters.
     ///
-    /// Its input are tokens `[batch, time]`. The last stage reads the following tokens as the side
+    /// The input is tokens `[batch, time]`. The last stage reads the following tokens as the side
     /// input `targets`. The loss is the sum over all tokens, in nats.
     ///
     /// # Errors
@@ -380,7 +386,7 @@ impl Stages {
         )
     }
 
-    /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
+    /// Creates a pipeline that computes the losses of [`Stages::training`] without gradients.
     ///
     /// # Errors
     ///
@@ -424,10 +430,11 @@ impl Stages {
         self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
     }
 
-    /// Creates a generator, and issues the reading of the weights. Its sequences have up to
-    /// `positions` tokens; scalings of the rotary embedding that depend on the length take that of
-    /// `positions`. A device keeps the weights once, in f32, or in `bf16` if `in_half` is set. Sums
-    /// are in f32 in any case.
+    /// Creates a generator, and issues the loading of the weights. Its sequences have up to
+    /// `positions` tokens. Rotary scalings that depend on the sequence length use `positions`.
+    ///
+    /// A device holds each weight once. With `in_half` the matrices are in `bf16`; all other
+    /// weights are in f32. Sums are always in f32.
     ///
     /// # Errors
     ///
@@ -445,8 +452,8 @@ impl Stages {
         ))
     }
 
-    /// Creates an inference, and issues the reading of the weights, as [`Stages::generator`] does.
-    /// There is `room` for sequences.
+    /// Creates an inference, and issues the loading of the weights, as [`Stages::generator`] does.
+    /// Its caches have the capacity `room`.
     ///
     /// # Errors
     ///
@@ -494,13 +501,13 @@ impl Stages {
         Inference::new(p, loaders, meshes, room)
     }
 
-    /// Returns the forward passes of the stages.
+    /// Returns the forward passes of the stages, for training if `trains`.
     fn forward(&self, trains: bool) -> StageForward {
         StageForward::new(self.folder.config(), trains, self.is_packed)
     }
 
-    /// Creates a pipeline. `end` computes the last stage, and `shapes` the shapes of its results
-    /// from those of the tokens.
+    /// Creates a pipeline. `end` computes the last stage, and `shapes` computes the shapes of its
+    /// outputs.
     fn pipeline<Y: Tensors>(
         &self,
         p: &mut Program,
@@ -583,7 +590,7 @@ impl Stages {
         }
     }
 
-    /// Issues the reading of a stage's parameters, and the making of LoRA's.
+    /// Issues the loading of a stage's parameters, and the creation of LoRA's matrices.
     fn params<X: Tensors, Y: Tensors>(
         &self,
         p: &mut Program,

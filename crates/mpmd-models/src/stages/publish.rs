@@ -12,7 +12,8 @@ use crate::decoder::OUTPUT;
 use crate::decoder::lora::{Lora, merged};
 use crate::inference::weight_store::{WeightType, held_as};
 
-/// Publishes the parameters of a pipeline, those of LoRA merged with the weights that they change.
+/// Publishes the parameters of a training pipeline as versions. LoRA's matrices are merged into
+/// their weights.
 pub struct WeightPublisher {
     publisher: Publisher,
     lora: Option<Lora>,
@@ -20,8 +21,8 @@ pub struct WeightPublisher {
 }
 
 impl WeightPublisher {
-    /// Begins the publication of a pipeline's parameters, in the dtypes of an inference with
-    /// weights of this type: with `bf16` vectors stay `f32`. Every process must call it.
+    /// Begins the publication of a pipeline's parameters. `held` has the dtypes of the inferences
+    /// that subscribe. Every process must call it.
     ///
     /// # Errors
     ///
@@ -45,7 +46,7 @@ impl WeightPublisher {
         })
     }
 
-    /// Publishes the parameters as a version. Every process must call it.
+    /// Publishes the current parameters as version `version`. Every process must call it.
     ///
     /// # Errors
     ///
@@ -60,7 +61,7 @@ impl WeightPublisher {
         self.publisher.publish(version, &params)
     }
 
-    /// Returns the publisher.
+    /// Returns the underlying publisher.
     pub fn publisher(&self) -> &Publisher {
         &self.publisher
     }

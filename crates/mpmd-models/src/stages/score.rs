@@ -11,12 +11,12 @@ use mpmd::{MpmdArray, Program, Result};
 use crate::stages::Stages;
 use crate::text::tokens::Tokens;
 
-/// Returns the mean loss of all tokens but the first, as one sequence, in nats: on the process of
-/// the first device. `None` on the others, and in a dry run.
+/// Returns the mean loss of a text's tokens as one sequence, without the first token, in nats.
+/// `None` on processes that do not own the first device, and in a dry run.
 ///
 /// # Errors
 ///
-/// Those of [`Stages::losses`]. If a file cannot be read, or an operation fails.
+/// As for [`Stages::losses`]. If a file cannot be read, or an operation fails.
 pub fn nats_per_token(
     p: &mut Program,
     model: &Stages,
@@ -42,7 +42,7 @@ pub fn nats_per_token(
     Ok(Some(f64::from(sum) / f64::from(weight)))
 }
 
-/// Issues the making of one sequence of `time` tokens, and of the token that follows each.
+/// Issues the creation of a microbatch: one sequence of `time` tokens, and the token after each.
 fn microbatch(
     p: &mut Program,
     meshes: &[Mesh],

@@ -8,28 +8,29 @@ use mpmd::{MpmdArray, Program, Result};
 
 use crate::stages::Stages;
 
-/// The settings of a training with AdamW. The learning rate rises linearly from zero in the first
-/// `warmup` updates, then falls linearly to a tenth.
+/// The settings of training with AdamW. The learning rate rises linearly from zero in the first
+/// `warmup` updates, then falls linearly to a tenth of its maximum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TrainerSettings {
     /// Number of updates.
     pub steps: u64,
-    /// Highest learning rate.
+    /// Maximum of the learning rate.
     pub learning_rate: f64,
-    /// Number of updates in which the learning rate rises.
+    /// Number of updates in which the learning rate rises from zero.
     pub warmup: u64,
-    /// Weight decay of the matrices.
+    /// Weight decay. Only matrices decay.
     pub weight_decay: f64,
-    /// Largest norm of the mean gradient; larger gradients are scaled down to it.
+    /// Largest norm of the mean gradient. Larger gradients are scaled down to it. `None` without a
+    /// limit.
     pub clip: Option<f64>,
-    /// Numbers that the model computes with: weights, gradients and losses stay f32.
+    /// Dtype of the model's computation. Parameters, their gradients and losses stay f32.
     pub compute: DType,
-    /// Seed of the order of the data.
+    /// Seed of the order of the training data.
     pub seed: u64,
 }
 
 impl Default for TrainerSettings {
-    /// Returns those of the program `finetune`.
+    /// Returns the defaults of the program `finetune`.
     fn default() -> Self {
         Self {
             steps: 100,
@@ -43,8 +44,8 @@ impl Default for TrainerSettings {
     }
 }
 
-/// Creates a trainer of the model. It updates as `torch.optim.AdamW` does by default, except that
-/// only matrices decay.
+/// Creates a trainer of the model. Its updates are those of `torch.optim.AdamW` with default
+/// settings, except that only matrices decay.
 ///
 /// # Errors
 ///

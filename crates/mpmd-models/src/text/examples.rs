@@ -17,21 +17,21 @@ use crate::hub::folder::{Folder, TOKENIZER};
 use crate::text::template::{Marked, Templates, special_tokens};
 use crate::text::tokens::{check_rows, guarded, spread, tokenizer};
 
-/// Limit on the length of a line, in bytes. While it is turned into tokens, it takes some 200 times
-/// as many bytes.
+/// Limit on the length of a line, in bytes. The tokenizer needs some 200 times the memory of the
+/// line.
 const LONGEST_LINE: u64 = 4 << 20;
-/// The forms of a line, for messages.
+/// The allowed forms of a line, for messages.
 const FORMS: &str = "an object with `messages`, or with `prompt` and `completion`, both texts or \
                      both messages, each with `role` and `content`";
 
-/// The names of a message's thoughts.
+/// The keys of a message under which templates find the model's reasoning.
 const THOUGHTS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// The examples of a line: several where its replies cannot be in one text.
+/// The examples made of one line. There are several if its replies cannot share one text.
 type Examples = Vec<Sequence>;
 
-/// Returns the examples that `make` returns on process 0, on every process. Every process must call
-/// it, and blocks until it has them.
+/// Calls `make` on process 0, and returns its examples on every process. Every process must call
+/// it, and blocks until it has the examples.
 ///
 /// # Errors
 ///
@@ -76,13 +76,14 @@ pub fn spread_examples(
     Ok(all)
 }
 
-/// Reads the examples of each line of a file. A token has a loss if it is of a completion or of a
-/// reply of the assistant. So has the token of the end behind a completion.
+/// Reads the examples of each line of a file. Only tokens of a completion or of an assistant's
+/// reply have a loss, as does the end token of a completion.
 ///
 /// # Errors
 ///
-/// If the file cannot be read, or has no examples. If a line has another form, needs a chat
-/// template or a token that the folder lacks, or has more than `time + 1` tokens.
+/// If the file cannot be read, or has no examples. If a line is in none of the allowed forms, or
+/// has more than `time + 1` tokens. If it needs a chat template or an end token that the folder
+/// lacks.
 pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Examples>> {
     let failed = |why| unexpected(file, "", "lines of JSON", why);
     let mut lines = BufReader::new(File::open(file).map_err(failed)?);
@@ -147,16 +148,16 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
     }
 }
 
-/// The lines of a file, and a folder with the tokenizer and template that turn them into tokens.
+/// Turns the lines of a file into examples, with the tokenizer and chat template of a folder.
 struct ExampleReader<'a> {
     file: &'a Path,
     folder: &'a Folder,
     tokenizer: Tokenizer,
-    /// Read when a line needs it.
+    /// The chat templates, read for the first line that needs them.
     templates: Option<Templates>,
-    /// The token of the end, found when a line needs it.
+    /// The end token, looked up for the first line that needs it.
     end: Option<u32>,
-    /// Number of the line.
+    /// Number of the current line, for messages.
     number: usize,
 }
 
@@ -213,8 +214,10 @@ impl ExampleReader<'_> {
         texts.iter().map(|text| self.tokens(text, None)).collect()
     }
 
-    /// Turns a text into tokens. If `end` is given, with the special tokens of the tokenizer and
-    /// this one behind them. Otherwise the text has all special tokens.
+    /// Turns a text into tokens, and marks the tokens of replies.
+    ///
+    /// With an `end` token, adds the tokenizer's special tokens, and `end` as the last one. Without
+    /// it the text must contain all special tokens.
     fn tokens(&self, (text, replies): &Marked, end: Option<u32>) -> Result<Sequence> {
         let encode = || self.tokenizer.encode(text.as_str(), end.is_some());
         let encoding = guarded(encode).map_err(|why| self.wrong("a text", why))?;
@@ -247,7 +250,8 @@ impl ExampleReader<'_> {
         }
     }
 
-    /// Returns the token that ends a completion: the tokenizer's, or else the model's first.
+    /// Returns the end token of completions: the tokenizer's, or else the first end token of the
+    /// model.
     fn end(&mut self) -> Result<u32> {
         if let Some(end) = self.end {
             return Ok(end);
@@ -273,8 +277,8 @@ impl ExampleReader<'_> {
     }
 }
 
-/// Returns the messages of a list, without the keys that are null. `None` if it is no list of
-/// messages.
+/// Returns the messages of a JSON list, without keys that are null. `None` if `value` is not a list
+/// of messages.
 fn messages(value: &Value) -> Option<Vec<Value>> {
     let message = |value: Value| {
         let keys = (value.kind() == ValueKind::Map)

@@ -5,23 +5,23 @@ use std::sync::Arc;
 use mpmd::{Error, Result};
 use tokenizers::Tokenizer;
 
-/// The text of new tokens, up to the first stop text. It is given out as it grows. An end that may
-/// still become another character or a stop text is kept back.
+/// The text of generated tokens as it grows, up to the first stop text. Holds back the end of the
+/// text while it may become another character or a stop text.
 pub struct TextStream {
     tokenizer: Arc<Tokenizer>,
     stops: Vec<String>,
-    /// The last tokens: the text of a token depends on those before it.
+    /// The last tokens. Earlier ones are included since a token's text depends on those before it.
     tokens: Vec<u32>,
-    /// Number of these tokens that `text` has.
+    /// Number of tokens in `tokens` that are already in `text`.
     known: usize,
     text: String,
-    /// Number of bytes that were given out.
+    /// Number of bytes of `text` that were returned.
     given: usize,
     is_stopped: bool,
 }
 
 impl TextStream {
-    /// Creates an empty text with these stop texts. Empty ones end nothing.
+    /// Creates an empty text with these stop texts. Empty stop texts are ignored.
     pub fn new(tokenizer: Arc<Tokenizer>, mut stops: Vec<String>) -> Self {
         stops.retain(|stop| !stop.is_empty());
         let tokens = Vec::new();
@@ -37,7 +37,7 @@ impl TextStream {
         }
     }
 
-    /// Appends a token. Returns the text that can be given out.
+    /// Appends a token. Returns the new text that can no longer change.
     ///
     /// # Errors
     ///
@@ -53,7 +53,7 @@ impl TextStream {
         Ok(self.give(false))
     }
 
-    /// Returns the rest of the text, after which there is no token.
+    /// Returns the rest of the text. Call it after the last token.
     ///
     /// # Errors
     ///
@@ -64,17 +64,17 @@ impl TextStream {
         Ok(self.give(true))
     }
 
-    /// True once the text has a stop text.
+    /// True once a stop text has ended the text.
     pub fn is_stopped(&self) -> bool {
         self.is_stopped
     }
 
-    /// Returns all text that was given out.
+    /// Returns the whole text that was returned so far.
     pub fn given(&self) -> &str {
         &self.text[..self.given]
     }
 
-    /// Returns the text of the tokens that are not in `text`.
+    /// Returns the text that the last tokens add to `text`.
     fn more(&self) -> Result<String> {
         let decode = |tokens: &[u32]| {
             let text = self.tokenizer.decode(tokens, true);
@@ -104,7 +104,7 @@ impl TextStream {
     }
 }
 
-/// Returns the length of the longest end of a text with which `stop` begins.
+/// Returns the length of the longest suffix of `text` that is a prefix of `stop`, in bytes.
 fn overlap(text: &str, stop: &str) -> usize {
     let starts = stop.char_indices().map(|(at, char)| at + char.len_utf8());
     starts

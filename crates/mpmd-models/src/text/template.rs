@@ -15,73 +15,74 @@ use serde_json::ser::{Formatter, PrettyFormatter};
 use crate::error::unexpected;
 use crate::hub::folder::Folder;
 
-/// The names of templates: for conversations with tools, and for others.
+/// The names of a folder's two templates: for conversations with tools, and for all others.
 const NAMES: [&str; 2] = ["tool_use", "default"];
-/// The files of these templates, in newer folders.
+/// The files of the templates [`NAMES`], in newer folders.
 const FILES: [&str; 2] = [
     "additional_chat_templates/tool_use.jinja",
     "chat_template.jinja",
 ];
-/// The files that may have special tokens, and the first and the last templates.
+/// The files that may have special tokens. The first and the last may also have templates.
 const SETTINGS: [&str; 3] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.json",
 ];
-/// The key of the templates in them.
+/// The key of the templates in these files.
 const KEY: &str = "chat_template";
-/// Limit on the instructions of a template: a stranger's may not end.
+/// Limit on the instructions that a template may run, since an untrusted one may not end.
 const FUEL: u64 = 10_000_000;
-/// Limit on the indent of JSON, in blanks: it is made in memory.
+/// Limit on the indent of JSON, in blanks, since the indent is built in memory.
 const WIDEST: usize = 64;
-/// Characters for private use, which are put around the replies that a template marks.
+/// Private-use characters that are put before and after the replies that a template marks.
 const MARKS: [char; 2] = ['\u{f8f0e}', '\u{f8f0f}'];
 
 /// The chat templates of a folder.
 pub struct Templates {
-    /// By [`NAMES`]; `None` if the folder has none of this name.
+    /// The templates in the order of [`NAMES`]. `None` if the folder has none of that name.
     all: [Option<Template>; 2],
 }
 
-/// A chat template.
+/// One chat template, compiled, with the special tokens that it may use.
 struct Template {
     environment: Environment<'static>,
     special: BTreeMap<String, String>,
     marks_replies: bool,
 }
 
-/// A message of a conversation. Templates see its keys in their order: `tojson` writes them.
+/// A message of a conversation. Its keys keep their order, since a template can write them with
+/// `tojson`.
 #[derive(Clone, Debug)]
 pub struct ChatMessage(Value);
 
 impl ChatMessage {
-    /// Creates a message from keys, such as `role` and `content`, and their texts.
+    /// Creates a message from pairs of a key, such as `role` or `content`, and its text.
     pub fn new<'a>(texts: impl IntoIterator<Item = (&'a str, String)>) -> Self {
         Self(Value::from_pairs(texts))
     }
 }
 
-/// A reason why a template gives no text for a conversation.
+/// Error: a template gives no text for a conversation.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TemplateFault {
     #[error("there is no template")]
     NoTemplate,
-    /// No message behind the first is a reply. `roles` are those of all messages.
+    /// No message after the first has the role `assistant`. `roles` has the roles of all messages.
     #[error("no reply of the role assistant behind a prompt, but {}", list(.roles))]
     NoReply { roles: Vec<String> },
-    /// The template writes a reply otherwise than the prompt begins it. Each text is the start of
-    /// the part that differs.
+    /// The template begins a reply differently in a prompt than in a finished conversation. Each
+    /// text starts where the two differ.
     #[error(
         "a reply that does not follow its prompt: {prompt:?} in the prompt, {reply:?} with the \
         reply"
     )]
     Diverges { prompt: String, reply: String },
-    /// The template refuses the conversation.
+    /// The template raised an error for the conversation.
     #[error("{}", detail(.0))]
     Refused(#[from] JinjaError),
 }
 
-/// Text, and the ranges of its bytes that are replies.
+/// A text, and the byte ranges of its replies.
 pub(crate) type Marked = (String, Vec<Range<usize>>);
 
 /// Returns the special tokens of a folder by name, such as `eos_token`.
@@ -106,7 +107,7 @@ pub(crate) fn special_tokens(folder: &Folder) -> Result<BTreeMap<String, String>
     Ok(all)
 }
 
-/// Reads a file of settings. `None` if the folder has none.
+/// Reads a JSON file of settings. `None` if the folder lacks the file.
 fn settings(folder: &Folder, name: &str) -> Result<Option<serde_json::Value>> {
     if !folder.companions().contains(&name) {
         return Ok(None);
@@ -125,7 +126,7 @@ fn settings(folder: &Folder, name: &str) -> Result<Option<serde_json::Value>> {
         .map_err(|why| failed(&why))
 }
 
-/// Returns the text of a template.
+/// Returns the source of the template `NAMES[name]`. `None` if the folder has none.
 fn source(folder: &Folder, name: usize) -> Result<Option<String>> {
     if folder.companions().contains(&FILES[name]) {
         let failed = |why: &dyn std::fmt::Display| {
@@ -181,11 +182,11 @@ impl Templates {
         }
     }
 
-    /// Returns the text with which a model replies to the messages of a conversation.
+    /// Returns the conversation as a prompt: the text after which the model writes its reply.
     ///
     /// # Errors
     ///
-    /// If the template refuses them.
+    /// If the template raises an error for these messages.
     pub fn prompt(&self, messages: &[ChatMessage]) -> Result<String> {
         let failed = |why: String| Error::Environment(format!("the chat template: {why}"));
         let messages: Vec<Value> = messages.iter().map(|message| message.0.clone()).collect();
@@ -197,14 +198,16 @@ impl Templates {
             .0)
     }
 
-    /// Returns the texts of a conversation in which the replies of the assistant from message
-    /// `from` on are marked: each with the prompt that it would have in a chat. It is one text, if
-    /// the template does not change earlier messages, or itself says what a reply is. A reply with
-    /// nothing before it is not marked.
+    /// Returns texts of a conversation with the assistant's replies from message `from` on marked.
+    /// Each reply follows the same prompt as in a chat. A reply without a prompt before it is not
+    /// marked.
+    ///
+    /// There is one text if the template does not change earlier messages, or marks replies itself.
+    /// Otherwise each reply has a text of its own.
     ///
     /// # Errors
     ///
-    /// If there is no such reply, or the template refuses the conversation.
+    /// If no message from `from` on is such a reply, or the template raises an error.
     pub(crate) fn texts(
         &self,
         messages: &[Value],
@@ -218,7 +221,7 @@ impl Templates {
     }
 }
 
-/// Returns the roles of a conversation in one line.
+/// Returns the roles of a conversation as one line.
 fn list(roles: &[String]) -> String {
     match roles {
         [] => "no messages".to_owned(),
@@ -226,7 +229,7 @@ fn list(roles: &[String]) -> String {
     }
 }
 
-/// Returns an error of a template in one line.
+/// Returns the error of a template as one line.
 fn detail(error: &JinjaError) -> String {
     match (error.kind(), error.detail()) {
         (ErrorKind::InvalidOperation, Some(detail)) => detail.to_owned(),
@@ -272,7 +275,7 @@ impl Template {
         })
     }
 
-    /// As [`Templates::texts`].
+    /// Returns the marked texts of a conversation, as [`Templates::texts`] does.
     fn texts(
         &self,
         messages: &[Value],
@@ -337,8 +340,8 @@ impl Template {
         }
     }
 
-    /// Returns the text of a conversation, and the replies that the template marks. `asks` adds the
-    /// start of a further reply.
+    /// Returns the text of a conversation, and the replies that the template itself marks. If
+    /// `asks`, the text ends with the beginning of a further reply.
     fn render(
         &self,
         messages: &[Value],
@@ -366,14 +369,14 @@ impl Template {
     }
 }
 
-/// Returns the number of bytes at the start of two texts that are equal.
+/// Returns the length of the longest common prefix of two texts, in bytes.
 fn common(a: &str, b: &str) -> usize {
     let same = a.chars().zip(b.chars()).take_while(|(a, b)| a == b);
     same.map(|(char, _)| char.len_utf8()).sum()
 }
 
-/// Replaces the tags around replies, which are an extension of the library `transformers`, by those
-/// of a filter. Returns true if there are any.
+/// Replaces the tags `generation` and `endgeneration` of a template, an extension of the library
+/// `transformers`, by tags of a filter. Returns the template, and true if it had such tags.
 fn with_filters(source: &str) -> (String, bool) {
     let mut text = String::new();
     let mut found = false;
@@ -408,7 +411,7 @@ fn with_filters(source: &str) -> (String, bool) {
     (text + rest, found)
 }
 
-/// Writes none and booleans as Python does.
+/// Writes none and booleans as Python writes them.
 fn format_value(
     out: &mut Output<'_>,
     state: &mut State<'_, '_>,
@@ -483,7 +486,7 @@ fn to_json(value: Value, options: Kwargs) -> Result<String, JinjaError> {
     })
 }
 
-/// JSON on one line.
+/// A JSON formatter for one line, with the separators of Python's module `json`.
 struct Separated {
     comma: String,
     colon: String,

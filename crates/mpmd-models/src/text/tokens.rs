@@ -14,12 +14,12 @@ use tokenizers::{Encoding, ModelWrapper, Tokenizer};
 use crate::error::unexpected;
 use crate::hub::folder::{Folder, TOKENIZER};
 
-/// Length of the pieces of a text, in bytes. While a piece is turned into tokens, it takes some 200
-/// times as many bytes.
+/// Length of the pieces into which a text is cut, in bytes. The tokenizer needs some 200 times the
+/// memory of a piece.
 const PIECE: usize = 64 << 10;
-/// Length of the text on each side of a border that is compared, in bytes.
+/// Length of the text before and after a cut whose tokens are compared, in bytes.
 const CONTEXT: usize = 1 << 10;
-/// Number of places that are tried in a piece's length.
+/// Number of blanks that are tried as a cut within one piece's length.
 const TRIES: usize = 16;
 
 /// Reads the tokenizer of a folder.
@@ -60,8 +60,7 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
         .to_vec())
 }
 
-/// Turns a prompt into tokens, with those that the tokenizer puts around a text if `special` is
-/// set.
+/// Turns a prompt into tokens. If `special`, the tokenizer adds its special tokens around the text.
 ///
 /// # Errors
 ///
@@ -72,8 +71,8 @@ pub fn encode_prompt(tokenizer: &Tokenizer, text: &str, special: bool) -> Result
         .to_vec())
 }
 
-/// True if a text has more than `most` tokens, without special ones. Of a long text it reads little
-/// more than is needed to know that.
+/// True if a text has more than `most` tokens, special ones not counted. Stops soon after that many
+/// tokens of a long text.
 ///
 /// # Errors
 ///
@@ -84,11 +83,11 @@ pub fn has_more_tokens(tokenizer: &Tokenizer, text: &str, most: usize) -> Result
     Ok(ids.len() > most)
 }
 
-/// Calls `encode` and returns its result.
+/// Calls `encode`, and returns its result. Turns a panic of the tokenizer into an error.
 ///
 /// # Errors
 ///
-/// If it fails, or the tokenizer's pattern engine gives up.
+/// If `encode` fails or panics.
 pub(crate) fn guarded(encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> Result<Encoding> {
     let failed = |why: &dyn fmt::Display| Error::Environment(format!("the tokenizer: {why}"));
     // The engine panics if a pattern needs too many attempts.
@@ -100,7 +99,7 @@ pub(crate) fn guarded(encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> 
     encoding.map_err(|why| failed(&why))
 }
 
-/// Checks that each token of a text has a row in the embedding.
+/// Returns an error if a token of a text has no row in the embedding.
 pub fn check_rows<'a>(
     folder: &Folder,
     tokenizer: &Tokenizer,
@@ -121,18 +120,19 @@ pub fn check_rows<'a>(
     ))
 }
 
-/// A place where a text is cut into a piece and the rest.
+/// A cut of a text into a piece and the rest.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Border {
-    /// The end of the piece, in bytes.
+    /// The end of the piece, as a byte offset.
     end: usize,
-    /// The start of the rest.
+    /// The start of the rest, as a byte offset.
     start: usize,
-    /// Number of tokens at the start of the rest that the text does not have.
+    /// Number of tokens at the start of the rest that are dropped, since the whole text does not
+    /// have them.
     extra: usize,
 }
 
-/// Appends the tokens of a text to `ids`, piece by piece, until there are at least `count`. Returns
+/// Appends the tokens of a text to `ids`, piece by piece, until `ids` has at least `count`. Returns
 /// the number of pieces.
 fn encode_pieces(
     tokenizer: &Tokenizer,
@@ -157,12 +157,14 @@ fn encode_pieces(
     Ok(pieces)
 }
 
-/// Returns the end of the first piece of a text that is not empty. The tokens of the text are those
-/// of the piece and of the rest, without the extra ones.
+/// Returns the first cut of a text. The tokens of the text are those of the piece and of the rest,
+/// without the extra ones.
 ///
-/// A piece ends at a blank. Some tokenizers split before it, and some behind it. Some put a blank
-/// in front of every text: so either that of the text is left out, or the token is extra. The text
-/// is not cut where none of these keeps the tokens of the text around the border: then the piece is
+/// A piece ends at a blank. Some tokenizers split before a blank, and some after it. Some put a
+/// blank in front of every text; then the text's own blank is left out, or the added token is
+/// extra.
+///
+/// A blank at which no kind of cut keeps the tokens around it is skipped, so the piece becomes
 /// longer.
 fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
     for from in (PIECE..text.len().saturating_sub(CONTEXT)).step_by(PIECE) {
@@ -192,7 +194,7 @@ fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
     })
 }
 
-/// True if the text around a border has the tokens of its two parts, without the extra ones.
+/// True if the text around a cut has the same tokens as its two parts, without the extra ones.
 fn is_border(tokenizer: &Tokenizer, text: &str, border: Border) -> Result<bool> {
     let Border { end, start, extra } = border;
     let from = boundary(text, end.saturating_sub(CONTEXT));
@@ -208,7 +210,7 @@ fn is_border(tokenizer: &Tokenizer, text: &str, border: Border) -> Result<bool> 
     Ok(parts == encode(tokenizer, &text[from..until])?)
 }
 
-/// Returns the last start of a character up to byte `at`.
+/// Returns the largest character boundary up to byte `at`.
 fn boundary(text: &str, at: usize) -> usize {
     (0..=at)
         .rev()
@@ -216,15 +218,15 @@ fn boundary(text: &str, at: usize) -> usize {
         .unwrap_or(0)
 }
 
-/// The tokens of a text, in memory. Clones share them.
+/// The token numbers of a text. Clones share the memory.
 #[derive(Clone)]
 pub struct Tokens {
     ids: Arc<[u32]>,
 }
 
 impl Tokens {
-    /// Turns a text into tokens, file by file, without special tokens. A long file is cut into
-    /// pieces that have the same tokens, so the memory is in proportion to the text and its tokens.
+    /// Turns a text into tokens, file by file, without special tokens. Long files are cut into
+    /// pieces without changing the tokens, so memory grows only with the text and its tokens.
     ///
     /// # Errors
     ///
@@ -234,7 +236,7 @@ impl Tokens {
         Self::start_of(text, folder, usize::MAX)
     }
 
-    /// Returns the first tokens of a text: `count`, or all if there are fewer.
+    /// Returns the first `count` tokens of a text, or all if the text has fewer.
     ///
     /// # Errors
     ///
@@ -261,19 +263,19 @@ impl Tokens {
         Ok(Self { ids: ids.into() })
     }
 
-    /// Makes tokens on process 0, and returns them on every process. Every process must call it,
-    /// and blocks until it has them. In a dry run each process makes them.
+    /// Calls `make` on process 0, and returns its tokens on every process. Every process must call
+    /// it, and blocks until it has the tokens. In a dry run each process calls `make`.
     ///
     /// # Errors
     ///
-    /// The error of `make`, on every process. If a process has no device.
+    /// If `make` fails, on every process. If a process has no device.
     pub fn spread(p: &mut Program, make: impl Fn() -> Result<Self>) -> Result<Self> {
         Ok(Self {
             ids: spread(p, || Ok(make()?.ids))?,
         })
     }
 
-    /// Returns the first tokens: `count`, or all if there are fewer.
+    /// Returns the first `count` tokens, or all if there are fewer.
     #[must_use]
     pub fn first(&self, count: usize) -> Self {
         Self {
@@ -281,13 +283,13 @@ impl Tokens {
         }
     }
 
-    /// Returns the numbers of the tokens.
+    /// Returns the numbers of the tokens in the vocabulary.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 }
 
-/// Makes numbers on process 0, and returns them on every process, as [`Tokens::spread`] does.
+/// Calls `make` on process 0, and returns its numbers on every process, as [`Tokens::spread`] does.
 pub fn spread(p: &mut Program, make: impl Fn() -> Result<Arc<[u32]>>) -> Result<Arc<[u32]>> {
     let mut own = None;
     let mut make = || match make() {
@@ -363,9 +365,9 @@ mod tests {
 
     use super::*;
 
-    /// The tokenizer of the tests' folders: bytes, split as GPT-2 does.
+    /// The byte-level tokenizer of the test folders, which splits texts as GPT-2 does.
     const BYTES: &str = include_str!("../../tests/folders/plain/tokenizer.json");
-    /// The pattern of Llama 3.
+    /// The regular expression by which the tokenizer of Llama 3 splits texts.
     const LLAMA3: &str = concat!(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -377,7 +379,7 @@ mod tests {
         Tokenizer::from_bytes(tokenizer.to_string()).unwrap()
     }
 
-    /// Returns a tokenizer of the older kind: each word begins with `▁`, and so does the text.
+    /// Returns a tokenizer of the older kind, in which each word and the text begin with `▁`.
     fn with_prefix(change: impl FnOnce(&mut Value)) -> Tokenizer {
         let mut tokenizer: Value =
             serde_json::from_str(&BYTES.replace('\u{120}', "\u{2581}")).unwrap();
@@ -387,7 +389,7 @@ mod tests {
         Tokenizer::from_bytes(tokenizer.to_string()).unwrap()
     }
 
-    /// Prose, code, numbers, and runs of blanks.
+    /// Returns a text of at least `bytes` bytes: prose, code, numbers, and runs of blanks.
     fn text(bytes: usize) -> String {
         let mut text = String::new();
         let mut line = 0u32;
@@ -411,18 +413,18 @@ mod tests {
         text
     }
 
-    /// Lines without blanks: Chinese, and tables.
+    /// Returns a text without blanks: lines of a table with Chinese characters.
     fn dense_text(bytes: usize) -> String {
         let line = |line: u32| format!("{line},\u{72d0}\u{72f8}\u{ff0c}x{}\n", line * 977 % 1009);
         (0..bytes as u32 / 16).map(line).collect()
     }
 
-    /// Lines of an odd number of punctuation marks, longer than the context of a border.
+    /// Returns lines of `=` signs. A line has an odd length, more than [`CONTEXT`].
     fn rules(bytes: usize) -> String {
         format!("{}\n", "=".repeat(2 * CONTEXT + 1)).repeat(bytes / 2 / CONTEXT)
     }
 
-    /// Checks that the pieces of a text are short and have its tokens, with each tokenizer.
+    /// Checks with each tokenizer that the pieces of a text are short and have the text's tokens.
     fn assert_pieces(text: &str) {
         for (name, tokenizer) in tokenizers() {
             let mut found = Vec::new();

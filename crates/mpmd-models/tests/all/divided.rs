@@ -13,14 +13,14 @@ use mpmd_models::{Folder, Sampling, Stages, merged, save, trainer};
 use crate::folders::{ALL, expected, open, path, read_all, tokens};
 use crate::given::{Given, args, set_lora};
 
-/// The numbers of devices of each stage, and the numbers of devices of each process.
+/// The number of devices of each stage, and the number of devices of each process.
 type Job = (&'static [usize], &'static [usize]);
 
-/// Two devices in one stage; stages of unequal numbers, on processes with unequal numbers and on
-/// one process with a device each.
+/// Jobs with one stage on two devices, and with stages of different sizes. The processes have one
+/// device each or different numbers.
 const JOBS: [Job; 3] = [(&[2], &[1, 1]), (&[2, 1], &[2, 1]), (&[1, 2], &[1, 1, 1])];
 
-/// The folders whose heads two devices divide, and jobs with more devices for some.
+/// Returns the folders whose heads two devices can divide, each with the jobs to test.
 fn jobs() -> impl Iterator<Item = (&'static str, Job)> {
     let fits = |name: &&str| {
         Stages::new(&open(name), 1, 1)
@@ -48,7 +48,8 @@ fn jobs() -> impl Iterator<Item = (&'static str, Job)> {
     all.chain(four)
 }
 
-/// Runs a program on the devices of a divided model. Returns the value of a process that has one.
+/// Runs a program on the devices of a divided model. Returns the value of the process that returned
+/// one.
 fn divided<T: Send>(
     model: &Stages,
     processes: &[usize],

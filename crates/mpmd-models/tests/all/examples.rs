@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use crate::folders::{copy, open, path, simulate};
 use crate::given::args;
 
-/// The results of others.
+/// Expected results of `transformers` and torch.
 #[derive(Deserialize)]
 struct Expected {
     templates: BTreeMap<String, String>,
@@ -23,7 +23,7 @@ struct Expected {
     completions: Vec<Completion>,
     rate: f64,
     decay: f64,
-    /// The losses of steps on all completions.
+    /// The losses of training steps on all completions.
     losses: Vec<f64>,
 }
 
@@ -31,7 +31,7 @@ struct Expected {
 struct Conversation {
     template: String,
     line: String,
-    /// Each token, and 1 if it has a loss.
+    /// The tokens of each example, each with 1 if it has a loss.
     examples: Vec<Vec<(u32, u8)>>,
 }
 
@@ -54,7 +54,7 @@ fn sequence(example: &[(u32, u8)]) -> Sequence {
         .collect()
 }
 
-/// Reads lines as examples of at most `time + 1` tokens. An error is without the file's path.
+/// Reads lines as examples of at most `time + 1` tokens. The error message lacks the file's path.
 fn read(folder: &Path, lines: &[impl ToString], time: usize) -> Result<Vec<Sequence>, String> {
     let file = folder.join("data.jsonl");
     let lines: Vec<String> = lines.iter().map(ToString::to_string).collect();
@@ -68,7 +68,7 @@ fn read(folder: &Path, lines: &[impl ToString], time: usize) -> Result<Vec<Seque
     })
 }
 
-/// Writes the settings of a tokenizer with this template.
+/// Writes a tokenizer config with this chat template to a folder.
 fn set_template(folder: &Path, template: impl Into<Value>) {
     let settings = json!({ "bos_token": "<s>", "eos_token": { "content": "</s>" },
         "chat_template": template.into() });
@@ -147,7 +147,7 @@ fn lists_of_messages_have_a_loss_behind_the_prompt() {
     }
 }
 
-/// Reads a line with a template, and returns the text of the tokens with a loss.
+/// Reads a line with a chat template. Returns the text of the tokens that have a loss.
 fn replies(template: impl Into<Value>, line: &Value) -> Result<String, String> {
     let folder = copy("plain");
     set_template(folder.path(), template);
@@ -240,7 +240,7 @@ fn packed_completions_train_as_torch_does() {
     }
 }
 
-/// Returns the loss of examples in packed rows, and the mean of that of each by itself.
+/// Returns the loss of examples in packed rows, and the mean loss of examples in separate rows.
 fn together_and_apart(name: &str, examples: &[Sequence], time: usize) -> (f64, f64) {
     simulate(1, 2, |p, meshes| {
         let schedule = Schedule::gpipe(2, 1)?;

@@ -15,11 +15,10 @@ use mpmd_models::{Division, HeldBytes, Sampling, Stages, merged, save, trainer};
 use crate::folders::{expected, open, path, read_all, tokens};
 use crate::given::{Given, args};
 
-/// The numbers of devices of each stage over which its experts are divided, and the number of
-/// processes.
+/// The number of devices that divide the experts of each stage, and the number of processes.
 type Job = (&'static [usize], usize);
 
-/// The folders, the devices over which other matrices are divided, and the jobs.
+/// Folders, the number of devices that divide other matrices, and the jobs to test.
 const CASES: [(&str, usize, &[Job]); 6] = [
     (
         "mixtral",
@@ -42,7 +41,7 @@ fn model(name: &str, tensor: usize, experts: &[usize], positions: usize) -> Stag
         .unwrap()
 }
 
-/// Runs a program on the devices of a model. Returns the value of a process that has one.
+/// Runs a program on the devices of a model. Returns the value of the process that returned one.
 fn run<T: Send>(
     model: &Stages,
     processes: usize,
@@ -54,7 +53,7 @@ fn run<T: Send>(
     })
 }
 
-/// The results of a model whose experts are divided.
+/// The results of one job, which must be equal for all jobs of a model.
 struct Results {
     losses: Vec<f64>,
     trained: BTreeMap<String, (ShapedArray, Vec<u8>)>,

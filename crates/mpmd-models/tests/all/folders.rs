@@ -14,7 +14,7 @@ use mpmd::{Program, Result};
 use mpmd_models::{Folder, Tokens};
 use serde::Deserialize;
 
-/// The folders, also for the tests of the programs.
+/// The path of the test folders, from this crate and from the crate of the programs.
 const FOLDERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../mpmd-models/tests/folders");
 
 pub(crate) const ALL: [&str; 33] = [
@@ -61,22 +61,23 @@ pub(crate) struct Expected {
     pub(crate) all_tokens: usize,
     /// Logits of these tokens in f32, by position.
     pub(crate) logits: BTreeMap<usize, Vec<f32>>,
-    /// Nats per token by number of tokens, in the dtype of the weights.
+    /// Loss in nats per token, by number of tokens. The model is in the dtype of the weights.
     pub(crate) nats: BTreeMap<usize, f64>,
     pub(crate) nats_in_f32: BTreeMap<usize, f64>,
-    /// The first tokens of the text, and those that follow greedily.
+    /// A prompt from the start of the text. `greedy` has the tokens that follow it greedily.
     pub(crate) prompt: Vec<u32>,
     pub(crate) greedy: Vec<u32>,
     pub(crate) rate: f64,
     pub(crate) decay: f64,
-    /// Tokens of each step, microbatch and row. The last token of a row is only a target.
+    /// Training data: the tokens of each step, microbatch and row. The last token of a row is only
+    /// a target.
     #[serde(skip)]
     pub(crate) windows: Vec<Vec<Vec<Vec<u32>>>>,
     pub(crate) losses: Vec<f64>,
-    /// The losses of a training with LoRA of rank 2 and factor 3, from `A[i] = 0.5 cos(i)`.
+    /// The losses of a training with LoRA: rank 2, factor 3, and first values `A[i] = 0.5 cos(i)`.
     pub(crate) lora_losses: Vec<f64>,
-    /// The losses of a training with the loss that balances experts, times a half. Empty if there
-    /// are no experts.
+    /// The losses of a training in which half of the balancing loss of the experts is added. Empty
+    /// for models without experts.
     #[serde(default)]
     pub(crate) balanced_losses: Vec<f64>,
 }
@@ -111,13 +112,13 @@ pub(crate) fn open(name: &str) -> Folder {
     Folder::open(path(name)).unwrap()
 }
 
-/// Returns the tokens of the text.
+/// Returns the tokens of the test text.
 pub(crate) fn tokens(folder: &Folder) -> Tokens {
     Tokens::of(&TextBytes::of(&[text()]).unwrap(), folder).unwrap()
 }
 
 /// Runs a program as `processes` processes with one device for each stage. Returns the value of the
-/// process that has one.
+/// process that returned one.
 pub(crate) fn simulate<T: Send>(
     processes: usize,
     stages: usize,
@@ -129,8 +130,8 @@ pub(crate) fn simulate<T: Send>(
     })
 }
 
-/// Runs a program as `processes` processes with `devices` devices together. Returns the value of
-/// the process that has one.
+/// Runs a program as `processes` processes with `devices` devices in all. Returns the value of the
+/// process that returned one.
 pub(crate) fn run<T: Send>(
     processes: usize,
     devices: usize,
@@ -169,7 +170,7 @@ pub(crate) fn read_all(folder: &Path) -> BTreeMap<String, (ShapedArray, Vec<u8>)
         .collect()
 }
 
-/// Returns a copy of a folder.
+/// Copies the test folder `name` to a temporary folder.
 pub(crate) fn copy(name: &str) -> tempfile::TempDir {
     let to = tempfile::tempdir().unwrap();
     for entry in fs::read_dir(path(name)).unwrap() {
@@ -179,7 +180,7 @@ pub(crate) fn copy(name: &str) -> tempfile::TempDir {
     to
 }
 
-/// Writes the tensors of the folder's only file again, changed by `change`.
+/// Rewrites the only weight file of a folder with tensors changed by `change`.
 pub(crate) fn change(folder: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
     let file = folder.join("model.safetensors");
     let mut tensors = read(&file);

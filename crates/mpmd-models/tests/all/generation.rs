@@ -5,7 +5,8 @@ use mpmd_models::{Folder, Sampling, Stages};
 
 use crate::folders::{ALL, Expected, copy, expected, open, simulate};
 
-/// Generates `most` tokens, and once more, with other lengths of the prompt's passes in between.
+/// Generates `most` tokens greedily. Checks that a second generation and one that ends early give
+/// the same tokens.
 fn generated(
     name: &str,
     (processes, stages): (usize, usize),

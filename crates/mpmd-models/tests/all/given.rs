@@ -8,7 +8,7 @@ use mpmd::train::data::{Data, MicrobatchPlace};
 use mpmd::{MpmdArray, Program, Result};
 use mpmd_models::{Lora, TrainerSettings};
 
-/// The settings of a training, as tests write them.
+/// The settings of a training, read from text.
 pub(crate) struct Args {
     pub(crate) settings: TrainerSettings,
     lora: Option<Lora>,
@@ -44,7 +44,7 @@ pub(crate) fn args(text: &str) -> Args {
     Args { settings, lora }
 }
 
-/// Given windows: for each step and microbatch the rows.
+/// Training data that is given as tokens: the rows of each step and microbatch.
 pub(crate) struct Given(pub(crate) Vec<Vec<Vec<Vec<u32>>>>);
 
 impl Given {

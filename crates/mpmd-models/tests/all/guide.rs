@@ -16,7 +16,7 @@ const HEAD: &str = "\
 |---|---|---|---|---|---|---|
 ";
 
-/// Returns the row of a folder.
+/// Returns the row of the guide's table of families for a folder.
 #[expect(clippy::too_many_lines, reason = "a paragraph for each column")]
 fn row(name: &str, folder: &Folder) -> String {
     let config = folder.config();

@@ -11,7 +11,7 @@ use crate::folders::{change, change_config, copy, open, path, zeros};
 
 const GATE: &str = "model.layers.1.mlp.gate_proj.weight";
 
-/// Returns the error of a folder, without the path of the folder.
+/// Returns the error of opening a folder, without the folder's path.
 fn refused(folder: &Path) -> String {
     without(Folder::open(folder).unwrap_err(), folder)
 }
@@ -22,7 +22,7 @@ fn without(error: mpmd::Error, folder: &Path) -> String {
         .replace(&format!("{}/", folder.display()), "")
 }
 
-/// Returns the error of a folder with changed tensors.
+/// Returns the error of opening a folder whose tensors were changed.
 fn refused_with(
     name: &str,
     change_tensors: impl FnOnce(&mut Vec<crate::folders::Tensor>),

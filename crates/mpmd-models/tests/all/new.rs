@@ -8,10 +8,10 @@ use mpmd_models::{Folder, Stages, merged, save};
 
 use crate::folders::{ALL, path, read_all, simulate};
 
-/// Tensors by name.
+/// Shape and bytes of tensors by name.
 type Tensors = BTreeMap<String, (ShapedArray, Vec<u8>)>;
 
-/// Returns the tensors of a new model that is saved from so many stages, each a process.
+/// Saves a new model from `stages` stages, each on a process. Returns the saved tensors.
 fn drawn(name: &str, seed: u64, stages: usize) -> Tensors {
     let (folder, to) = (
         Folder::untrained(path(name), seed).unwrap(),
@@ -30,7 +30,7 @@ fn drawn(name: &str, seed: u64, stages: usize) -> Tensors {
     read_all(to.path())
 }
 
-/// Returns the values of a tensor.
+/// Returns the values of a tensor as f32.
 fn values((aval, bytes): &(ShapedArray, Vec<u8>)) -> Vec<f32> {
     let pairs = bytes
         .as_chunks::<2>()

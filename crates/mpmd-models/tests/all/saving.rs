@@ -92,8 +92,8 @@ fn other_output_of_a_tied_model_is_used_and_saved() {
     assert!(tied.tensors().all(|(name, _)| name != "lm_head.weight"));
 }
 
-/// Trains a folder for some steps. Returns the score of the trained pipeline, and of the model that
-/// it has saved.
+/// Trains a folder's model for some steps and saves it. Returns the losses of the trained pipeline
+/// and of the saved model.
 fn scores(name: &str, lora: &str) -> [f64; 2] {
     let (folder, to) = (open(name), tempfile::tempdir().unwrap());
     let (args, given) = (
@@ -163,7 +163,7 @@ fn saved_models_compute_what_the_trained_ones_do() {
     );
 }
 
-/// Returns the tensors of a file in f32 by name.
+/// Returns the tensors of a file by name.
 fn matrices(file: &Path) -> BTreeMap<String, Tensor> {
     let one = |(name, aval, bytes): (String, mpmd::aval::ShapedArray, Vec<u8>)| {
         let values: Vec<f32> = bytes

@@ -77,7 +77,7 @@ fn greedy_tokens_equal_those_of_transformers() {
     }
 }
 
-/// Returns the score of the first 50 tokens of a folder.
+/// Returns the mean loss of the test text's first 50 tokens.
 fn score_of(folder: &Path) -> f64 {
     let folder = Folder::open(folder).unwrap();
     let tokens = tokens(&folder).first(50);
@@ -166,7 +166,7 @@ fn scores_equal_those_of_transformers() {
     }
 }
 
-/// Returns the bytes of the tensors of each stage, as they are in the files.
+/// Returns the stored bytes of each stage's tensors.
 fn shares(folder: &Folder, model: &Stages, stages: usize) -> Vec<u64> {
     let mut shares = vec![0; stages];
     for (name, aval) in folder.tensors() {

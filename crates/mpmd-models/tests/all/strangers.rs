@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::folders::{change_config, copy, path, read_all, simulate};
 
-/// Returns the error of a folder, without its path.
+/// Returns the error of opening a folder and its tokenizer, without the folder's path.
 fn refused(folder: &Path) -> String {
     let error = Folder::open(folder)
         .and_then(|folder| tokenizer(&folder))
@@ -21,7 +21,7 @@ fn refused(folder: &Path) -> String {
         .replace(&format!("{}/", folder.display()), "")
 }
 
-/// Replaces a file by the one that `make` makes.
+/// Replaces a file of a folder: `make` creates the new one at the same path.
 fn replace(folder: &Path, name: &str, make: impl FnOnce(&Path)) {
     let file = folder.join(name);
     let _ = fs::remove_file(&file);
@@ -32,7 +32,7 @@ fn pipe(file: &Path) {
     assert!(Command::new("mkfifo").arg(file).status().unwrap().success());
 }
 
-/// Changes a number in the config of a copy of `plain`.
+/// Sets a number in the config of a copy of `plain`, and returns the error of opening it.
 fn refused_with(key: &str, number: u64) -> String {
     let folder = copy("plain");
     change_config(folder.path(), |config| config[key] = number.into());
@@ -161,8 +161,8 @@ fn wild_numbers_are_refused_by_the_headers() {
     );
 }
 
-/// Returns a cache as hubs lay it out, with the files of a folder, and the folder of the model:
-/// `inner` in that of its revision.
+/// Creates a cache in the layout of model hubs with the files of a test folder. Returns the cache
+/// and the model's folder, which is `inner` inside the folder of the revision.
 fn cached(name: &str, inner: &str) -> (TempDir, PathBuf) {
     let cache = tempfile::tempdir().unwrap();
     let model = cache.path().join("models--a--b");
@@ -191,7 +191,7 @@ fn cached(name: &str, inner: &str) -> (TempDir, PathBuf) {
     (cache, snapshot)
 }
 
-/// Saves the untrained model of a folder.
+/// Saves the parameters of a folder's model without training.
 fn save_to(folder: &Folder, to: &Path) {
     simulate(1, 1, |p, meshes| {
         let pipeline = Stages::new(folder, 1, 1)?.training(p, meshes)?;

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::folders::{copy, open, tokens};
 
-/// Changes the tokenizer of a folder.
+/// Rewrites the tokenizer of a folder, changed by `change`.
 pub(crate) fn change_tokenizer(folder: &Path, change: impl FnOnce(&mut Value)) {
     let file = folder.join("tokenizer.json");
     let mut tokenizer: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
@@ -21,7 +21,7 @@ pub(crate) fn change_tokenizer(folder: &Path, change: impl FnOnce(&mut Value)) {
     fs::write(&file, tokenizer.to_string()).unwrap();
 }
 
-/// Returns the tokens of a text of one file.
+/// Returns the tokens of a text file with this content.
 fn ids(folder: &Folder, text: &str) -> Result<Vec<u32>> {
     let text = TextBytes::of_files(&[text.as_bytes().to_vec()])?;
     Ok(Tokens::of(&text, folder)?.ids().to_vec())
@@ -91,11 +91,11 @@ fn one_process_tokenises_and_all_get_the_tokens() {
     }
 }
 
-/// The variable that makes a test process one of a job.
+/// The environment variable that marks a process as part of the test's job.
 const SLOW: &str = "SLOW_TOKENS";
 
-/// The program of each process: process 0 makes tokens for three seconds. Does nothing if the test
-/// itself runs.
+/// The program of each process of the job: process 0 takes three seconds to make tokens. Does
+/// nothing when the test runner calls it.
 #[test]
 fn slow_process() {
     if std::env::var_os(SLOW).is_none() {

@@ -8,7 +8,7 @@ use mpmd_models::{Folder, Stages, trainer};
 use crate::folders::{ALL, Expected, change_config, copy, expected, open, run, simulate};
 use crate::given::{Given, args, set_lora};
 
-/// Trains on the expected windows of a folder, and returns the losses.
+/// Trains a folder's model on the expected windows, and returns the losses.
 fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str, lora: &str) -> Vec<f64> {
     let (folder, expected) = (open(name), expected(name));
     let decay = expected.decay;
@@ -27,7 +27,7 @@ fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str, lora:
     })
 }
 
-/// Checks that the losses of each folder are the expected ones up to 1e-3.
+/// Checks that the losses of each folder differ from the expected ones by at most 1e-3.
 fn compare(lora: &str, expected_of: impl Fn(&Expected) -> &Vec<f64>) {
     let mut learned = 0.0;
     for name in ALL {

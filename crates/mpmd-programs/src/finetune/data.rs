@@ -10,7 +10,7 @@ use mpmd_models::{Folder, Tokens, read_examples, spread_examples};
 use super::train::TrainArgs;
 use crate::inputs::{InputFiles, check_inputs};
 
-/// The files of a training.
+/// The files with training data, by the options that name them.
 pub(super) struct TrainingFiles {
     texts: InputFiles,
     examples: InputFiles,
@@ -47,8 +47,8 @@ impl TrainingFiles {
         check_inputs(source, &texts, &files)
     }
 
-    /// Checks that the files are those that the processes have compared: a later epoch of the job
-    /// reads them again.
+    /// Returns an error if a file has changed since the processes compared it. A later epoch of the
+    /// job reads the files again.
     fn check_unchanged(&self) -> Result<()> {
         self.all().into_iter().try_for_each(InputFiles::check)
     }
@@ -62,7 +62,7 @@ impl TrainingFiles {
         })
     }
 
-    /// Reads examples on process 0, and returns those of each line on every process.
+    /// Reads examples on process 0, and returns the examples of each line on every process.
     fn examples(
         &self,
         p: &mut Program,
@@ -78,11 +78,11 @@ impl TrainingFiles {
     }
 }
 
-/// Reads texts or examples on process 0, and returns them as data on every process.
+/// Reads texts or examples on process 0, and returns them as training data on every process.
 ///
 /// # Errors
 ///
-/// Those of [`Tokens::spread`]. If a file cannot be read, is too short, or has a wrong line.
+/// As for [`Tokens::spread`]. If a file cannot be read, is too short, or has an invalid line.
 pub(super) fn data(
     p: &mut Program,
     source: &Folder,
@@ -95,7 +95,7 @@ pub(super) fn data(
     }
 }
 
-/// Returns windows of the texts.
+/// Returns the texts as windows of tokens.
 fn windows(
     p: &mut Program,
     source: &Folder,
@@ -113,7 +113,7 @@ fn windows(
     }
 }
 
-/// Returns examples, packed into rows.
+/// Returns the examples of `file`, packed into rows.
 fn packed(
     p: &mut Program,
     file: &Path,

@@ -8,22 +8,22 @@ use mpmd_models::{Folder, HeldBytes, Stages};
 use super::train::TrainArgs;
 use crate::division::{DivisionArgs, named_option};
 
-/// A model under training, divided over devices.
+/// A model under training, divided over stages and devices.
 pub(super) struct DividedModel {
     pub(super) model: Stages,
     pub(super) schedule: Schedule,
-    /// The number of devices of each rank.
+    /// Number of devices of each rank.
     pub(super) devices: Vec<usize>,
     /// The mesh of each stage.
     pub(super) meshes: Vec<Mesh>,
 }
 
 impl DividedModel {
-    /// Divides a model over as many stages as the arguments say.
+    /// Divides a model over stages and devices as the arguments say.
     ///
     /// # Errors
     ///
-    /// If the arguments do not fit the model or each other, or memory is too small.
+    /// If the arguments do not fit the model or each other, or if `--memory` is too small.
     pub(super) fn new(
         source: &Folder,
         args: &TrainArgs,
@@ -53,9 +53,11 @@ impl DividedModel {
         })
     }
 
-    /// Divides a model over the processes of a job that has lost or got some. They have equally
-    /// many of the stages, or else the layers are divided anew, over a stage for each process.
-    /// Where that is not possible some processes have more stages than others.
+    /// Divides a model over `processes` processes, after a job has lost or gained some.
+    ///
+    /// Without `--memory`, keeps the stages if each process can have equally many. Otherwise
+    /// divides the layers anew, with one rank for each process. If that fails without `--memory`,
+    /// some processes get more stages than others.
     ///
     /// # Errors
     ///
@@ -78,7 +80,7 @@ impl DividedModel {
         }
     }
 
-    /// Divides the model over more or fewer ranks.
+    /// Divides the layers anew, over `ranks` ranks.
     fn anew(
         &self,
         source: &Folder,
@@ -127,8 +129,8 @@ mod tests {
         cut: DivisionArgs,
     }
 
-    /// Returns the ranks over which a model of four layers is divided on 1 to 5 processes, in a job
-    /// that was started with these arguments.
+    /// Divides a model of four layers on 1 to 5 processes, in a job with these arguments. Returns
+    /// the number of ranks for each.
     fn ranks(args: &[&str]) -> Vec<anyhow::Result<usize>> {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/mpmd-demo");
         let source = Folder::open(folder).unwrap();

@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::division::DivisionArgs;
 use crate::inputs::{InputFiles, check_inputs, compared};
 
-/// Arguments of a training that a scoring would ignore.
+/// Options of training that `--score` would ignore.
 const NOT_SCORED: [&str; 7] = [
     "TEXT",
     "data",
@@ -35,17 +35,18 @@ pub(crate) struct ScoreArgs {
     pub tokens: Option<usize>,
 }
 
-/// The line that a scoring prints.
+/// The line of JSON that `--score` prints.
 #[derive(Serialize)]
 struct Score {
-    /// Number of tokens with a loss.
+    /// Number of tokens that have a loss.
     tokens: usize,
     nats_per_token: f64,
 }
 
-/// Scores the first `count` tokens of a file, and has process 0 print `{"tokens": N-1,
-/// "nats_per_token": x}` to stdout. Checks the folder and the file before a process is started.
-/// Process 0 alone reads the text.
+/// Scores the first `count` tokens of a file. Process 0 prints `{"tokens": N-1, "nats_per_token":
+/// x}` to stdout.
+///
+/// Checks the folder and the file before any process is started. Only process 0 reads the text.
 ///
 /// # Errors
 ///

@@ -24,7 +24,7 @@ use crate::inputs::compared;
 use crate::weight_type::ComputeArg;
 use crate::weights::PublishArgs;
 
-/// Number of checkpoints that stay in their folder.
+/// Number of checkpoints that are kept in their folder.
 const KEPT: usize = 2;
 
 /// Arguments of a training.
@@ -129,7 +129,7 @@ impl TrainArgs {
         }
     }
 
-    /// Returns the schedule for this number of stages.
+    /// Returns the schedule of `--schedule` for `stages` stages.
     pub(super) fn schedule(&self, stages: usize) -> anyhow::Result<Schedule> {
         let chunks = Builtin::named(&self.schedule).map_or(1, Builtin::default_chunks);
         let name = &self.schedule;
@@ -147,7 +147,7 @@ impl TrainArgs {
     }
 }
 
-/// The line that a training prints.
+/// The line of JSON that a training prints at its end.
 #[derive(Serialize)]
 struct Trained {
     /// Number of updates, those before a continued checkpoint included.
@@ -158,9 +158,11 @@ struct Trained {
     held_out_loss: Option<f64>,
 }
 
-/// Trains a model on texts, and saves it. Process 0 prints the outcome as a line of JSON to stdout.
-/// Checks the folder and the texts before a process is started. Process 0 alone reads the texts, in
-/// the job.
+/// Trains a model on texts or examples, and saves it. Process 0 prints the outcome as a line of
+/// JSON to stdout.
+///
+/// Checks the folder and the data before any process is started. In the job only process 0 reads
+/// the data.
 ///
 /// # Errors
 ///
@@ -218,7 +220,8 @@ pub(crate) fn run(
     }
 }
 
-/// Creates the folders for the trained model, which must be others than those of the start.
+/// Creates the folders of `--save` and `--save-adapter`. They must differ from each other and from
+/// the folder of `--model` or `--new`.
 ///
 /// A folder that cannot be created is found here, before hours of training.
 fn create_saved_folders(source: &Folder, args: &TrainArgs) -> anyhow::Result<()> {
@@ -242,20 +245,21 @@ fn create_saved_folders(source: &Folder, args: &TrainArgs) -> anyhow::Result<()>
     Ok(())
 }
 
-/// A training, as all processes of its job run it.
+/// A training job: the same on all of its processes.
 struct Training<'a> {
     source: &'a Folder,
     args: &'a TrainArgs,
     cut: &'a DivisionArgs,
     inputs: TrainingFiles,
     publication: Option<Publication>,
-    /// The exit code for the signal that has stopped the training, if this process is one of the
-    /// job's. A launcher learns of the signal by it.
+    /// The exit code for the signal that stopped the training. Set only in processes of the job; it
+    /// tells a launcher of the signal.
     stopped: OnceLock<u8>,
 }
 
 impl Training<'_> {
-    /// Returns the number of devices of a job that has lost or got processes.
+    /// Returns a function from a number of processes to the number of devices that they use
+    /// together.
     fn layout(&self) -> mpmd::job::Layout {
         let source = self.source.clone();
         let args = self.args.clone();
@@ -268,7 +272,8 @@ impl Training<'_> {
         })
     }
 
-    /// Trains in an epoch of the job, and saves the model. Without `commits` there is one epoch.
+    /// Trains in one epoch of the job, and saves the model. `commits` is `None` in a job that does
+    /// not recover.
     fn run(&self, p: &mut Program, commits: Option<&Commits>) -> anyhow::Result<()> {
         let Self {
             source, args, cut, ..
@@ -336,8 +341,8 @@ impl Training<'_> {
         Ok(())
     }
 
-    /// Returns the checkpoints of the training, with the settings that a continued training must
-    /// have, too.
+    /// Returns the checkpoints in `folder`. They record settings that must be the same when
+    /// training continues.
     fn checkpoints(&self, folder: &Path) -> anyhow::Result<Checkpoints> {
         let lora = self.args.lora();
         let name = match lora {
@@ -355,7 +360,7 @@ impl Training<'_> {
         Ok(checkpoints)
     }
 
-    /// Publishes the weights after each step that is to be published.
+    /// Sets the trainer to publish the weights every `--publish-every` steps.
     fn published(
         &self,
         p: &mut Program,
@@ -376,7 +381,7 @@ impl Training<'_> {
         Ok(trainer.after_step(publish))
     }
 
-    /// Saves the model, and LoRA's matrices, as the arguments say.
+    /// Saves the model to `--save`, and LoRA's matrices to `--save-adapter`, if these are given.
     fn save(&self, p: &mut Program, trainer: &Trainer<MpmdArray>) -> anyhow::Result<()> {
         let lora = self.args.lora();
         if let Some(folder) = &self.args.save {
@@ -390,7 +395,7 @@ impl Training<'_> {
     }
 }
 
-/// Continues from the newest checkpoint of a folder, if it has one.
+/// Restores the trainer from the newest checkpoint in a folder, if there is one.
 fn restore(
     p: &mut Program,
     trainer: &mut Trainer<MpmdArray>,

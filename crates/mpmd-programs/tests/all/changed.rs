@@ -13,11 +13,11 @@ use crate::client::{Answer, LONG};
 use crate::folders::copy;
 use crate::serve::{Serving, process_of};
 
-/// The time that a server waits for a process in place of a lost one.
+/// Number of seconds for which a server waits for a replacement of a lost process.
 const PEER_TIMEOUT: &str = "15";
 
-/// A server of a copy of a folder. Process 0 only answers clients; processes 1 and 2 are the
-/// stages, and 3 is the spare.
+/// A server whose folder can be changed. Process 0 only answers clients, processes 1 and 2 are the
+/// stages, and process 3 is a spare.
 struct Changing {
     folder: tempfile::TempDir,
     serving: Serving,
@@ -50,7 +50,7 @@ impl Changing {
         self.serving.send("POST", "/v1/completions", &ask)
     }
 
-    /// Returns the tokens of a reply.
+    /// Sends a request, and returns the tokens of the reply.
     fn ask(&self) -> Value {
         let answer = self.answer();
         assert_eq!(answer.status, 200, "{answer:?}");
@@ -61,7 +61,7 @@ impl Changing {
         self.folder.path().join("model.safetensors")
     }
 
-    /// Returns the file of the weights with other values.
+    /// Returns the bytes of the weight file with other values.
     fn other_weights(&self) -> Vec<u8> {
         let mut bytes = fs::read(self.weights()).unwrap();
         let values = bytes.len() / 2;
@@ -76,7 +76,8 @@ impl Changing {
         kill_process(process, Signal::KILL).unwrap();
     }
 
-    /// Waits for the end of a server that lacks a process, and returns its lines.
+    /// Waits until a server that cannot replace a process has ended. Returns its exit status and
+    /// output.
     fn failed(mut self) -> (ExitStatus, String) {
         let answer = self.answer();
         assert_eq!(
@@ -96,14 +97,14 @@ impl Changing {
         (status, std::mem::take(&mut self.said))
     }
 
-    /// Waits until the server has said this.
+    /// Waits until the output of the server contains `text`.
     fn until(&mut self, text: &str) {
         while !self.said.contains(text) {
             assert!(self.read_line(), "{text}: {}", self.said);
         }
     }
 
-    /// Waits for a line. Returns false if there is none.
+    /// Waits for a line of output. Returns false if the output has ended.
     fn read_line(&mut self) -> bool {
         let line = self.serving.lines.lock().unwrap().recv_timeout(LONG);
         line.is_ok_and(|line| {
@@ -113,7 +114,8 @@ impl Changing {
     }
 }
 
-/// Checks the words of a server that lacks a process since the folder has other weights.
+/// Checks the output of a server that could not replace a process because the weights in the folder
+/// differ.
 fn check_said(folder: &Path, said: &str) {
     let file = folder.join("model.safetensors");
     let file = file.to_str().unwrap();

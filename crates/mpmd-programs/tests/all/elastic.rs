@@ -12,7 +12,7 @@ use crate::client::{Answer, LONG};
 use crate::folders::{change, copy, path};
 use crate::serve::{Serving, process_of, processes};
 
-/// Returns the processes of a job that another process has started, but for the first.
+/// Returns the processes that a launcher has started, except process 0 of the job.
 fn processes_but_first(launcher: u32) -> Vec<Pid> {
     let first = process_of(launcher, 0);
     let all = processes(launcher).into_iter();
@@ -105,7 +105,7 @@ fn any_process_but_the_front_may_be_lost() {
     assert!(status.success(), "{status}: {said:?}");
 }
 
-/// Returns a request for this many tokens, drawn with a seed.
+/// Returns a request for this number of tokens, drawn with this seed.
 fn ask(prompt: &[u32], tokens: usize, seed: usize) -> Value {
     json!({
         "prompt": prompt, "max_tokens": tokens, "ignore_eos": true, "seed": seed,
@@ -119,7 +119,7 @@ fn tokens(answer: &Answer) -> Value {
     answer.json()["choices"][0]["token_ids"].clone()
 }
 
-/// Waits until this many requests are computed.
+/// Waits until this number of requests is being answered.
 fn until_running(serving: &Serving, requests: usize) {
     let line = format!("mpmd_requests_running {requests}\n");
     let start = Instant::now();
@@ -128,19 +128,19 @@ fn until_running(serving: &Serving, requests: usize) {
     }
 }
 
-/// Kills a process of a server.
+/// Kills a process of a server's job.
 fn kill(serving: &Serving, process: usize) {
     let process = process_of(serving.child.id(), process).expect("it runs");
     kill_process(process, Signal::KILL).unwrap();
 }
 
-/// Checks that a process was replaced once.
+/// Checks that exactly one lost process was replaced.
 fn check_replaced_once(serving: &Serving) {
     let metrics = serving.metrics();
     assert!(metrics.contains("mpmd_recoveries_total 1\n"), "{metrics}");
 }
 
-/// The token whose row of the embedding is not finite.
+/// The token whose row of the embedding has values that are not finite.
 const POISONED: u32 = 7;
 
 #[test]

@@ -28,7 +28,7 @@ fn run(processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
     job.start().unwrap().wait().unwrap()
 }
 
-/// Returns a command without the variables of a launcher that may have started the tests.
+/// Returns a command without the variables of mpmd that the test process may have.
 fn bare(program: &str) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os() {
@@ -364,7 +364,7 @@ fn other_model_or_rank_on_resume_is_refused() {
     assert_eq!(code, 0, "{said}");
 }
 
-/// Trains on examples or text, evaluates on others, and returns what process 0 says.
+/// Trains a model with these arguments. Returns the JSON line of process 0, and its other output.
 fn evaluated(processes: usize, args: &[&str]) -> (serde_json::Value, String) {
     let options = "--steps 3 --time 64 --microbatches 2 --lr 1e-3".split_whitespace();
     let stages = processes.to_string();
@@ -461,7 +461,7 @@ fn bad_folder_gives_one_message_before_processes_start() {
     );
 }
 
-/// Returns the loss by step of a file of metrics.
+/// Returns the loss of each step from a file of metrics.
 fn losses(file: &Path) -> BTreeMap<u64, f64> {
     let text = fs::read_to_string(file).unwrap();
     let lines = text
@@ -600,7 +600,7 @@ fn full_disk_is_one_message_with_the_file() {
     );
 }
 
-/// A program without processes of a job. It is killed at the end of the test.
+/// A running `finetune` that no launcher has started. It is killed when dropped.
 struct Alone(Child);
 
 impl Alone {

@@ -9,7 +9,7 @@ use mpmd_models::{Folder, Sampling};
 
 use crate::folders::{Expected, change_config, copy, expected, open, path};
 
-/// Runs the program as `processes` processes, each with a stage. Returns what process 0 prints.
+/// Runs `generate` as `processes` processes, each with a stage. Returns the output of process 0.
 fn printed(model: &Path, processes: usize, args: &[&str]) -> String {
     let stages = processes.to_string();
     let mut ends = ended(model, processes, &[args, &["--stages", &stages]].concat());
@@ -32,7 +32,7 @@ fn ended(model: &Path, processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
         .unwrap()
 }
 
-/// Returns the tokens and the text of a line of JSON.
+/// Returns the tokens and the text of the line that `--json` prints.
 fn parsed(line: &str) -> (Vec<u32>, String) {
     assert!(
         line.starts_with("{\"tokens\":[") && line.lines().count() == 1,

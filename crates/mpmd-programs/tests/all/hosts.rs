@@ -13,7 +13,7 @@ use crate::folders::{change, change_config, copy, path, text};
 const FINETUNE: &str = env!("CARGO_BIN_EXE_finetune");
 const GENERATE: &str = env!("CARGO_BIN_EXE_generate");
 
-/// Runs a program as two processes with arguments of their own, until both have ended.
+/// Runs a program as two processes with different arguments, until both have ended.
 fn run(program: &str, args: [&[&str]; 2]) -> Vec<ProcessEnd> {
     let job = Processes::new(2, program).deadline(Duration::from_secs(120));
     let mut job = job.prepare().unwrap();
@@ -25,7 +25,7 @@ fn run(program: &str, args: [&[&str]; 2]) -> Vec<ProcessEnd> {
     job.wait().unwrap()
 }
 
-/// Checks that both processes end with an error that has these texts.
+/// Checks that both processes fail with an error that contains these texts.
 fn check_refused(ends: &[ProcessEnd], expected: &[&str]) {
     for end in ends {
         let said = &end.stderr;
@@ -38,7 +38,7 @@ fn check_refused(ends: &[ProcessEnd], expected: &[&str]) {
     }
 }
 
-/// Returns a copy of a folder in which the last value of an output projection differs.
+/// Copies a test folder, and changes the last value of an output projection.
 fn changed(name: &str) -> tempfile::TempDir {
     let folder = copy(name);
     change_weights(folder.path());

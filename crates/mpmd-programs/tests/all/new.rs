@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use crate::folders::{change_config, copy, path, read_all, text};
 
-/// Runs a program of this crate as so many processes until all have ended.
+/// Runs a program of this crate as `processes` processes until all have ended successfully.
 fn run(program: &str, processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
     let job = Processes::new(processes, program)
         .args(args)
@@ -20,7 +20,8 @@ fn run(program: &str, processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
     ends
 }
 
-/// Trains a new model over so many stages, each a process. Returns its folder.
+/// Trains a new model over `stages` stages, each on a process. Returns the folder of the saved
+/// model.
 fn trained(config: &Path, stages: usize, more: &str) -> TempDir {
     let (to, text) = (tempfile::tempdir().unwrap(), text());
     let mut args = vec!["--new", config.to_str().unwrap(), text.to_str().unwrap()];

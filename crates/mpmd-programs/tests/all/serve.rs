@@ -17,17 +17,17 @@ use crate::folders::{Expected, change_config, copy, expected, path};
 
 const GUIDE: &str = include_str!("../../../../docs/guide/serve.md");
 
-/// A running program.
+/// A running server program.
 pub(crate) struct Serving {
     pub(crate) child: Child,
-    /// The line with the address.
+    /// The line of output with the server's address.
     said: String,
     pub(crate) address: SocketAddr,
     pub(crate) lines: Mutex<mpsc::Receiver<String>>,
 }
 
 impl Serving {
-    /// Starts the program on any free port, and waits until it takes requests.
+    /// Starts `serve` on a free port, and waits until it takes requests.
     pub(crate) fn start(model: &str, args: &[&str]) -> Self {
         let model = path(model);
         Self::start_with(&[&["--model", model.to_str().unwrap()], args].concat())
@@ -52,7 +52,7 @@ impl Serving {
         serving
     }
 
-    /// Waits until the program takes requests.
+    /// Waits until the server takes requests.
     pub(crate) fn until_ready(&self) {
         let start = Instant::now();
         while self.send("GET", "/ready", &Value::Null).status != 200 {
@@ -61,7 +61,7 @@ impl Serving {
         }
     }
 
-    /// Starts a program, and waits until it listens.
+    /// Starts a program, and waits until it prints its address.
     pub(crate) fn launch(mut command: Command) -> Self {
         let mut child = command
             .stderr(Stdio::piped())
@@ -107,7 +107,7 @@ impl Serving {
         self.send("GET", "/metrics", &Value::Null).body
     }
 
-    /// Asks the program to end, and waits for that.
+    /// Sends a signal to end the program, and waits until it has ended.
     pub(crate) fn end(self) -> (ExitStatus, Vec<String>) {
         self.signal(Signal::TERM);
         self.ended()
@@ -117,7 +117,7 @@ impl Serving {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// Sends SIGTERM to the program and to the processes that it has started, twice.
+    /// Sends SIGTERM twice to the program and to the processes that it has started.
     pub(crate) fn signal_all_twice(&self) {
         for _ in 0..2 {
             self.signal(Signal::TERM);
@@ -153,7 +153,7 @@ impl Drop for Serving {
     }
 }
 
-/// Returns the id of the process of this index in a job that another process has started.
+/// Returns the id of process `index` of the job that the process `launcher` has started.
 pub(crate) fn process_of(launcher: u32, index: usize) -> Option<Pid> {
     let children = format!("/proc/{launcher}/task/{launcher}/children");
     let children = std::fs::read_to_string(children).unwrap_or_default();
@@ -170,7 +170,7 @@ pub(crate) fn process_of(launcher: u32, index: usize) -> Option<Pid> {
         .and_then(|child| Pid::from_raw(child.parse().ok()?))
 }
 
-/// Returns the processes that another process has started.
+/// Returns the ids of the processes that the process `launcher` has started.
 pub(crate) fn processes(launcher: u32) -> Vec<Pid> {
     let children = format!("/proc/{launcher}/task/{launcher}/children");
     let children = std::fs::read_to_string(children).unwrap_or_default();

@@ -9,21 +9,22 @@ use subtle::{Choice, ConstantTimeEq as _};
 use super::failure::HttpFailure;
 use super::settings::{FrontError, KeyFile};
 
-/// Limit on the length of the file of keys, in bytes.
+/// Limit on the size of a file of keys, in bytes.
 const LARGEST_FILE: usize = 64 << 10;
 
-/// The clients that may use the server.
+/// The clients that are allowed to use the server.
 pub(super) enum Access {
     /// Clients with one of these keys.
     Keys(Vec<String>),
-    /// Programs on this host. A browser here may show pages of other servers: these may not.
+    /// Programs on this host, without a key. Web pages of other servers in a browser on this host
+    /// are refused.
     ThisHost,
     /// Every client that can connect.
     All,
 }
 
 impl Access {
-    /// Reads the keys of a file, one on each line. Nobody but its user may read it.
+    /// Reads the keys of a file, one on each line. The file must be readable by its owner only.
     pub(super) fn keys(file: KeyFile, path: &Path) -> Result<Self, FrontError> {
         let invalid = |expected| FrontError::InvalidKeys {
             file,
@@ -48,7 +49,7 @@ impl Access {
         Ok(Self::Keys(keys))
     }
 
-    /// True if a key of one is a key of the other.
+    /// True if a key is in both sets of keys.
     pub(super) fn shares_a_key_with(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Keys(own), Self::Keys(others)) => own.iter().any(|key| others.contains(key)),
@@ -56,7 +57,7 @@ impl Access {
         }
     }
 
-    /// Checks that the client may use the server.
+    /// Returns an error if the client with these request headers may not use the server.
     pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), HttpFailure> {
         match self {
             Self::Keys(keys) => check_key(keys, headers),
@@ -66,7 +67,7 @@ impl Access {
     }
 }
 
-/// Compares a request's key with all keys, in a time that does not depend on their characters.
+/// Checks the key of a request. The comparison takes the same time for all keys of equal length.
 fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), HttpFailure> {
     let given = headers
         .get(header::AUTHORIZATION)
@@ -92,8 +93,8 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), HttpFailure> {
     }
 }
 
-/// Refuses requests that a browser on this host sends for a page of another server. Such a request
-/// has the page's origin, or as its host a name that the page has pointed at this host.
+/// Refuses requests that a browser on this host sends for a web page of another server. They have
+/// the page's `Origin`, or a `Host` name that the page has pointed at this host.
 fn check_host(headers: &HeaderMap) -> Result<(), HttpFailure> {
     let text = |name| {
         headers

@@ -28,22 +28,22 @@ use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
 use super::settings::FrontError;
 
-/// Time limit for the head of a request, also on a connection that had one before.
+/// Time limit for a client to send the head of a request, including the wait before it.
 const HEAD: Duration = Duration::from_secs(30);
-/// Largest number of headers of a request.
+/// Largest number of headers in a request.
 const MOST_HEADERS: usize = 64;
-/// Largest number of bytes of the head of a request.
+/// Largest size of a request's head, in bytes.
 const HEAD_BYTES: usize = 32 << 10;
-/// Time limit for a client to take the next byte of a reply.
+/// Longest time for which a client may take no byte of a reply.
 const SLOWEST: Duration = Duration::from_secs(30);
-/// Time from a connection that could not be accepted to the next attempt.
+/// Time after a failed `accept` until the next attempt.
 const AGAIN: Duration = Duration::from_millis(20);
-/// Descriptors that the process may still open beside those of connections: files of the model, and
-/// links to the other processes.
+/// Number of descriptors for other uses than connections that may be opened later: files of the
+/// model, and links to other processes.
 const OTHERS: u64 = 64;
 
-/// Raises the process's limit of descriptors, where that is needed, so that there may be this
-/// number of connections beside all else.
+/// Raises the process's limit of open descriptors, if needed, so that `connections` connections fit
+/// beside all others.
 pub(super) fn reserve_descriptors(connections: usize) -> Result<(), FrontError> {
     let open = std::fs::read_dir("/proc/self/fd")
         .map_err(FrontError::Start)?
@@ -74,8 +74,11 @@ pub(super) fn reserve_descriptors(connections: usize) -> Result<(), FrontError> 
     .map_err(|why| FrontError::Start(why.into()))
 }
 
-/// Accepts the connections that `next` returns until the sender of `ended` is dropped. Then waits
-/// for their last bytes. Beyond `most` connections, the oldest one without a request ends.
+/// Accepts the connections that `next` returns, until the sender of `ended` is dropped. Then waits
+/// for their last bytes.
+///
+/// If there are more than `most` connections, closes the one that has been idle for the longest
+/// time.
 pub(super) async fn accept(
     mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<TcpStream>> + Send,
     routes: Router,
@@ -178,7 +181,7 @@ async fn connection(
     }
 }
 
-/// Answers a request, unless the client leaves before.
+/// Answers a request, unless the client leaves before the answer.
 async fn answer(
     routes: TowerToHyperService<Router>,
     peer: Arc<PeerSocket>,
@@ -210,7 +213,7 @@ async fn answer(
     }
 }
 
-/// Checks the number of `Host` headers and the bytes of a request's head.
+/// Returns an error for a wrong number of `Host` headers, or a head that is too large.
 fn check_head(request: &Request<Incoming>) -> Result<(), HttpFailure> {
     let headers = request.headers();
     let hosts = headers.get_all(header::HOST).iter().count();
@@ -234,8 +237,7 @@ fn check_head(request: &Request<Incoming>) -> Result<(), HttpFailure> {
     Ok(())
 }
 
-/// Returns the number of bytes that headers take, with a colon, a blank and the end of the line for
-/// each.
+/// Returns the size of headers in bytes. Each has a colon, a blank and a line end.
 fn head_bytes(headers: &HeaderMap) -> usize {
     headers
         .iter()

@@ -15,7 +15,7 @@ use super::fields::Fields;
 use super::routes::{Answer, Shares, parse};
 use crate::queue::{Denied, PauseMode, WeightInfo};
 
-/// Most characters of a label.
+/// Largest number of characters in a version's label.
 const LABEL: usize = 256;
 
 impl From<Denied> for HttpFailure {
@@ -28,7 +28,7 @@ impl From<Denied> for HttpFailure {
     }
 }
 
-/// Pauses the server. Answers once the pause is in force.
+/// Handles `/pause`: pauses the server, and answers once the pause is in force.
 pub(super) async fn pause(State(shared): Shares, uri: Uri, body: Body) -> Answer {
     let mut mode = None;
     for pair in uri
@@ -104,7 +104,7 @@ pub(super) async fn weight_info(State(shared): Shares) -> Json<Value> {
     Json(info)
 }
 
-/// Sets the label of the present version.
+/// Handles `/update_weight_version`: sets the label of the newest version.
 pub(super) async fn update_weight_version(State(shared): Shares, body: Body) -> Answer {
     let label = |body: &[u8], _: &_| {
         let mut fields = Fields::of(body)?;
@@ -121,7 +121,7 @@ pub(super) async fn update_weight_version(State(shared): Shares, body: Body) -> 
     Ok(Json(json!({ "weight_version": label })).into_response())
 }
 
-/// Loads the weights of a folder. Answers once they are in use.
+/// Handles `/load_weights`: loads a folder's weights, and answers once they are in use.
 pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
     let weights = shared.weights.clone();
     let path = move |body: &[u8], _: &_| {
@@ -137,8 +137,8 @@ pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
     Ok(Json(json!({ "version": version, "weight_version": &*label })).into_response())
 }
 
-/// Returns the path of a folder without symbolic links, if it is one of `folders` or within one.
-/// Says the same of folders that do not exist and of those elsewhere.
+/// Returns the path of a folder without symbolic links, if it is one of `folders` or inside one.
+/// The error is the same for missing folders and for folders elsewhere.
 fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, HttpFailure> {
     let is_in = |path: &PathBuf| folders.iter().any(|folder| path.starts_with(folder));
     let found = Path::new(path).canonicalize().ok();

@@ -11,15 +11,15 @@ use serde_json::{Value, json};
 
 use crate::queue::Refused;
 
-/// Why a request has no answer.
+/// An error reply to a request.
 #[derive(Debug)]
 pub(super) struct HttpFailure {
     status: StatusCode,
     message: String,
-    /// The field at fault.
+    /// The request field that is invalid. `None` if no single field is.
     param: Option<String>,
     code: Option<&'static str>,
-    /// The time after which the client may try again.
+    /// The time after which the client may try again. `None` if no time is known.
     retry: Option<Duration>,
 }
 
@@ -34,12 +34,12 @@ impl HttpFailure {
         }
     }
 
-    /// Returns the failure of a request that is invalid as a whole.
+    /// Returns the error for a request that is invalid as a whole.
     pub(super) fn invalid(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, message)
     }
 
-    /// Returns the failure of a request with an invalid field.
+    /// Returns the error for a request with an invalid field.
     pub(super) fn field(param: impl Into<String>, why: impl Display) -> Self {
         let param = param.into();
         Self {
@@ -48,18 +48,18 @@ impl HttpFailure {
         }
     }
 
-    /// Returns the failure of something in the server, for this reason.
+    /// Returns the error for a fault in the server, with the reason in the message.
     pub(super) fn server(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
-    /// Returns the failure of something in the server. The details are for its log alone.
+    /// Returns the error for a fault in the server. The details are only written to the log.
     pub(super) fn internal(what: &str, details: impl Display) -> Self {
         tracing::error!("{what}: {details}");
         Self::server(format!("{what}: the server's log has the reason"))
     }
 
-    /// Returns the failure of a request for which there is no room now.
+    /// Returns the error for a request that the server is too busy to take.
     pub(super) fn busy(message: impl Into<String>) -> Self {
         let failure = Self::new(StatusCode::TOO_MANY_REQUESTS, message);
         Self {
@@ -79,8 +79,8 @@ impl HttpFailure {
         }
     }
 
-    /// Returns the object that clients expect. Its texts may be of the request or of the model's
-    /// files, and clients print them: control characters are escaped.
+    /// Returns the JSON of the error as OpenAI's clients expect it. Escapes control characters,
+    /// since clients print texts that may come from the request or the model's files.
     pub(super) fn body(&self) -> Value {
         let kind = match self.status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::failure::HttpFailure;
 
-/// Fields that change no reply.
+/// Names of fields that are ignored, since they change no reply.
 const HARMLESS: [&str; 6] = [
     "metadata",
     "parallel_tool_calls",
@@ -18,10 +18,10 @@ const HARMLESS: [&str; 6] = [
     "service_tier",
     "user",
 ];
-/// Longest part of a value in a message, in characters.
+/// Largest length of a value that an error message quotes, in characters.
 const SHOWN: usize = 60;
 
-/// The fields of a request.
+/// The JSON fields of a request that have not been taken.
 pub(super) struct Fields<'a> {
     body: &'a [u8],
     fields: Map<String, Value>,
@@ -36,14 +36,14 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Returns the keys of each message in the order of the request, which `serde_json`'s maps do
-    /// not keep.
+    /// Returns the keys of each message, in the order in which the request has them. Maps of
+    /// `serde_json` do not keep that order.
     pub(super) fn message_keys(&self) -> Result<Vec<Vec<String>>, HttpFailure> {
         let body: BodyKeys = serde_json::from_slice(self.body).map_err(invalid_json)?;
         Ok(body.messages.into_iter().map(|keys| keys.0).collect())
     }
 
-    /// Takes a field. `None` if it is absent or null.
+    /// Removes and returns a field. `None` if it is absent or null.
     pub(super) fn take<T>(
         &mut self,
         name: &str,
@@ -76,7 +76,7 @@ impl<'a> Fields<'a> {
         self.take(name, "a text", |value| value.as_str().map(str::to_owned))
     }
 
-    /// Takes a whole number in `range`.
+    /// Removes and returns a field that must be a whole number in `range`.
     pub(super) fn count(
         &mut self,
         name: &str,
@@ -95,7 +95,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// Checks that no field is left, except those that change no reply.
+    /// Returns an error if a field is left that may change the reply.
     pub(super) fn end(self) -> Result<(), HttpFailure> {
         let neutral = |name: &str, value: &Value| match name {
             "best_of" | "n" => *value == 1,
@@ -128,13 +128,13 @@ fn invalid_json(why: serde_json::Error) -> HttpFailure {
     HttpFailure::invalid(format!("the body: expected JSON: {why}"))
 }
 
-/// The keys of the messages of a request.
+/// The keys of each message in a request.
 #[derive(serde::Deserialize)]
 struct BodyKeys {
     messages: Vec<ObjectKeys>,
 }
 
-/// The keys of an object, in their order.
+/// The keys of a JSON object, in their order.
 struct ObjectKeys(Vec<String>);
 
 impl<'de> Deserialize<'de> for ObjectKeys {

@@ -13,28 +13,28 @@ use mpmd_base::block::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::sleep;
 
-/// Time for the last bytes of a reply on a connection that gives up its place.
+/// Time limit for the last bytes of a reply on a connection that is closed to make room.
 pub(super) const LAST_BYTES: Duration = Duration::from_millis(200);
 
-/// The connections without a request.
+/// The open connections that have no request at the moment.
 #[derive(Debug, Default)]
 pub(super) struct IdleConnections {
     waiting: Mutex<IdleTickets>,
-    /// Wakes the listener when a connection has become idle.
+    /// Wakes the listener when a connection becomes idle.
     became_idle: Notify,
 }
 
 #[derive(Debug, Default)]
 struct IdleTickets {
-    /// The number of times that a connection has become idle.
+    /// Number of times that a connection has become idle: the last ticket.
     tickets: u64,
-    /// The connections by ticket, with the signal to end.
+    /// The idle connections by ticket, with the signal that closes each.
     connections: BTreeMap<u64, Arc<Notify>>,
 }
 
 impl IdleConnections {
-    /// Waits for a permit for a connection that was accepted. Ends idle connections, one after the
-    /// other and the oldest first, until there is a permit. `None` if the semaphore is closed.
+    /// Waits for a permit for a newly accepted connection. Meanwhile closes idle connections, one
+    /// at a time, the longest idle first. `None` if the semaphore is closed.
     pub(super) async fn make_room(&self, permits: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
         loop {
             if let Ok(permit) = permits.clone().try_acquire_owned() {
@@ -54,7 +54,7 @@ impl IdleConnections {
         }
     }
 
-    /// Tells the oldest idle connection to end. Returns false if there is none.
+    /// Signals the longest idle connection to close. Returns false if no connection is idle.
     fn end_oldest(&self) -> bool {
         let oldest = self.waiting.lock().connections.pop_first();
         oldest.is_some_and(|(_, signal)| {
@@ -64,24 +64,25 @@ impl IdleConnections {
     }
 }
 
-/// The use of a connection.
+/// Tracks whether a connection has a request or is idle.
 #[derive(Debug)]
 pub(super) struct ConnectionUse {
     idle: Arc<IdleConnections>,
-    /// The signal to give up the place.
+    /// The signal that closes the connection.
     end: Arc<Notify>,
     state: Mutex<ConnectionUseState>,
 }
 
 #[derive(Debug, Default)]
 struct ConnectionUseState {
-    /// The ticket of an idle connection. The listener may have taken it.
+    /// The ticket of an idle connection in [`IdleTickets`]. The listener may have removed it from
+    /// there.
     ticket: Option<u64>,
     has_request: bool,
 }
 
 impl ConnectionUse {
-    /// Notes a new connection, which is idle.
+    /// Creates the state of a new connection, which is idle.
     pub(super) fn new(idle: Arc<IdleConnections>) -> Arc<Self> {
         let new = Self {
             idle,
@@ -92,7 +93,7 @@ impl ConnectionUse {
         Arc::new(new)
     }
 
-    /// Notes a request, until the returned guard is dropped.
+    /// Marks the connection as busy with a request until the returned guard is dropped.
     pub(super) fn begin(self: &Arc<Self>) -> RequestGuard {
         let mut state = self.state.lock();
         state.has_request = true;
@@ -107,7 +108,7 @@ impl ConnectionUse {
         self.state.lock().has_request
     }
 
-    /// Waits until the connection should give up its place.
+    /// Waits for the signal that closes the connection.
     pub(super) async fn end(&self) {
         self.end.notified().await;
     }
@@ -135,12 +136,12 @@ impl Drop for ConnectionUse {
     }
 }
 
-/// A request on a connection. Dropped at the end of its reply.
+/// Marks a connection as busy. Dropped at the end of the reply.
 #[derive(Debug)]
 pub(super) struct RequestGuard(Arc<ConnectionUse>);
 
 impl RequestGuard {
-    /// Keeps this guard until the reply was taken or dropped.
+    /// Moves this guard into the reply's body. It is dropped with the body.
     pub(super) fn until_end_of(self, reply: Response) -> Response {
         reply.map(|body| Body::new(GuardedBody { body, _guard: self }))
     }
@@ -152,7 +153,7 @@ impl Drop for RequestGuard {
     }
 }
 
-/// The body of a reply, with the guard of its request.
+/// The body of a reply, which owns the guard of its request.
 struct GuardedBody {
     body: Body,
     _guard: RequestGuard,

@@ -32,28 +32,28 @@ use connection::{accept, reserve_descriptors};
 use routes::{EndpointState, bodies, routes};
 pub use settings::{FrontError, FrontSettings, KeyFile};
 
-/// Number of threads for connections, and for the reading of requests: one for long bodies, and one
-/// for others.
+/// Number of threads for connections. Also the number for reading requests: one for long bodies,
+/// and one for all others.
 const THREADS: usize = 2;
-/// Largest number of connections that the system holds until they are accepted.
+/// Largest number of connections that the system holds before they are accepted.
 const BACKLOG: u32 = 1024;
-/// Size of a connection's send buffer in the system, in bytes.
+/// Size of the system's send buffer for each connection, in bytes.
 const BUFFER: u32 = 64 << 10;
-/// Time for connections to end after their last reply.
+/// Time limit for connections to close after their last reply.
 const LAST: Duration = Duration::from_secs(2);
 
-/// The front of a server, which runs on threads of its own until it is drained.
+/// The HTTP front of a server, on threads of its own. It runs until the server is drained.
 pub struct Front {
     address: SocketAddr,
     signals: watch::Sender<u32>,
-    /// The threads, until signals are caught there.
+    /// The runtime of the threads. `None` once signals are caught.
     uncaught: Option<Handle>,
     thread: JoinHandle<()>,
 }
 
 impl Front {
-    /// Listens and answers requests. SIGTERM and SIGINT drain the server from now on; a second one,
-    /// at least two seconds later, also ends the open requests.
+    /// Listens and answers requests. From now on SIGTERM and SIGINT drain the server. A second
+    /// signal, at least two seconds later, also ends the open requests.
     ///
     /// # Errors
     ///
@@ -68,14 +68,14 @@ impl Front {
         Ok(front)
     }
 
-    /// Listens and answers requests: until the queue is open, that the server is starting. Leaves
-    /// signals alone until [`catch_signals`](Self::catch_signals).
+    /// Listens and answers requests. Until the queue is open, replies say that the server is
+    /// starting. Does not catch signals: see [`catch_signals`](Self::catch_signals).
     ///
     /// # Errors
     ///
-    /// If the keys cannot be read, other hosts could connect although the arguments do not say that
-    /// they may, or the address cannot be listened on. If the process may not have descriptors for
-    /// all connections.
+    /// If the keys cannot be read, or the address cannot be listened on. If other hosts could
+    /// connect although the settings do not allow it. If the process may not open enough
+    /// descriptors for all connections.
     pub fn listen(
         settings: &FrontSettings,
         model: Model,
@@ -144,12 +144,12 @@ impl Front {
         })
     }
 
-    /// Drains the server at SIGTERM and SIGINT from now on; a second one also ends the open
-    /// requests. A second call does nothing.
+    /// Drains the server at SIGTERM and SIGINT from now on. A second signal also ends the open
+    /// requests. Calling this again does nothing.
     ///
     /// # Errors
     ///
-    /// If the system refuses it.
+    /// If the system does not let the process catch these signals.
     pub fn catch_signals(&mut self) -> io::Result<()> {
         let Some(threads) = self.uncaught.take() else {
             return Ok(());
@@ -157,25 +157,25 @@ impl Front {
         catch_signals(&threads, &self.signals)
     }
 
-    /// Returns the address that it listens on.
+    /// Returns the address on which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Refuses new requests, and ends once the open ones have ended or failed. A second call fails
-    /// them at once.
+    /// Refuses new requests, and ends the server once the open ones have ended or failed. A second
+    /// call fails the open requests at once.
     pub fn drain(&self) {
         self.signals.send_modify(|count| *count += 1);
     }
 
-    /// Waits until the server is drained.
+    /// Blocks until the server is drained.
     pub fn join(self) {
         // A panic was printed.
         _ = self.thread.join();
     }
 }
 
-/// Returns a socket with this address.
+/// Returns a TCP socket bound to `address`.
 fn bind(address: SocketAddr) -> Result<TcpSocket, FrontError> {
     let bind = || -> io::Result<TcpSocket> {
         let socket = if address.is_ipv4() {
@@ -192,7 +192,7 @@ fn bind(address: SocketAddr) -> Result<TcpSocket, FrontError> {
     bind().map_err(|why| FrontError::Listen { address, why })
 }
 
-/// Counts the requests to end that come by signals.
+/// Adds 1 to `count` for each signal to end the server.
 fn catch_signals(runtime: &Handle, count: &watch::Sender<u32>) -> io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let _entered = runtime.enter();
@@ -214,7 +214,8 @@ fn catch_signals(runtime: &Handle, count: &watch::Sender<u32>) -> io::Result<()>
     Ok(())
 }
 
-/// Waits for the first request to end, then until no client is left, for `longest` at most.
+/// Waits for the first request to drain the server, then until no client is left. Waits for the
+/// clients for `longest` at most.
 async fn drained(queue: &RequestQueue, mut asked: watch::Receiver<u32>, longest: Duration) {
     // The sender is never dropped before.
     _ = asked.wait_for(|count| *count > 0).await;

@@ -12,15 +12,15 @@ use tokio::time::{Instant, Sleep, sleep};
 
 use super::peer_socket::PeerSocket;
 
-/// Longest time for which the bytes of a refused body are read and dropped. A connection that is
-/// closed with unread bytes is reset, and the client may lose the refusal.
+/// Longest time for which bytes of a refused body are read and dropped. Closing a connection with
+/// unread bytes resets it, and the client may lose the error reply.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// A connection that fails once its peer has taken no byte for a while, although there are some.
+/// A connection that fails if bytes wait to be written and the peer takes none for some time.
 pub(super) struct PacedConnection {
     peer: Arc<PeerSocket>,
     longest: Duration,
-    /// The end of the wait for the peer.
+    /// Timer for the end of the current wait for the peer.
     end: Pin<Box<Sleep>>,
     waits: bool,
     is_shut: bool,
@@ -37,7 +37,7 @@ impl PacedConnection {
         }
     }
 
-    /// Returns the result of a write, or an error once the wait has been too long.
+    /// Returns the result of a write, or an error if the peer has taken no byte for too long.
     fn pace<T>(
         &mut self,
         result: Poll<io::Result<T>>,

@@ -12,38 +12,39 @@ use super::fields::Fields;
 use crate::model::Model;
 use crate::request::TextRequest;
 
-/// Largest number of stop texts.
+/// Largest number of stop texts in a request.
 const MOST_STOPS: usize = 16;
-/// Largest number of bytes in a stop text.
+/// Largest size of a stop text, in bytes.
 const STOP_BYTES: usize = 256;
-/// Largest number of the most probable tokens that are returned beside the chosen one.
+/// Largest number of most probable tokens that a client can request for each token.
 const LOGPROBS: u64 = 20;
-/// Number of new tokens that a completion has by default, as at OpenAI.
+/// Default number of new tokens of a completion, as at OpenAI.
 const COMPLETION: usize = 16;
 
-/// The two forms of requests and replies.
+/// The form of a request and its reply: a completion or a chat.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum ReplyForm {
     Completion,
     Chat,
 }
 
-/// A request, and the form of its reply.
+/// A request that has been read from JSON, and the form of its reply.
 pub(super) struct ParsedRequest {
     pub(super) form: ReplyForm,
     pub(super) request: TextRequest,
-    /// The stop texts: the reply ends before the first.
+    /// The stop texts. The reply ends before the first one that occurs.
     pub(super) stops: Vec<String>,
-    /// True if the reply is sent as it comes.
+    /// True if the reply is streamed as server-sent events.
     pub(super) streams: bool,
-    /// True if a streamed reply ends with its numbers of tokens.
+    /// True if a streamed reply ends with an event that has the token counts.
     pub(super) has_usage: bool,
-    /// True if the reply has the numbers of its tokens.
+    /// True if the reply contains the token numbers of the prompt and of the new text.
     pub(super) has_ids: bool,
 }
 
 impl ParsedRequest {
-    /// Reads a request. `most` is the largest number of new tokens.
+    /// Reads a request from a JSON body. `most` is the largest number of new tokens that the server
+    /// allows.
     pub(super) fn of(
         body: &[u8],
         form: ReplyForm,
@@ -109,15 +110,16 @@ impl ParsedRequest {
     }
 }
 
-/// The limit that a request sets to its new tokens.
+/// A request's limit on its number of new tokens.
 struct TokenLimit {
     tokens: Option<usize>,
-    /// The field that sets it.
+    /// The name of the field with the limit.
     field: &'static str,
 }
 
 impl TokenLimit {
-    /// Takes the limit. Chats have a newer field for it, too, which comes first.
+    /// Removes the limit from the fields. In chats `max_completion_tokens` comes before
+    /// `max_tokens`.
     fn of(fields: &mut Fields<'_>, form: ReplyForm) -> Result<Self, HttpFailure> {
         let tokens = fields.count("max_tokens", 1..=u64::MAX)?;
         if form == ReplyForm::Chat
@@ -134,7 +136,8 @@ impl TokenLimit {
         })
     }
 
-    /// Checks that it is at most `most` behind a prompt of `given` tokens.
+    /// Returns an error if the limit is more than `most`. `given` is the number of tokens in the
+    /// prompt.
     fn check(&self, most: usize, given: usize, positions: usize) -> Result<(), HttpFailure> {
         let Some(limit) = self.tokens.filter(|limit| *limit > most) else {
             return Ok(());
@@ -147,7 +150,7 @@ impl TokenLimit {
     }
 }
 
-/// Checks that a request asks for this model, if for any.
+/// Returns an error if a request names another model than `model`.
 pub(super) fn check_model(fields: &mut Fields<'_>, model: &Model) -> Result<(), HttpFailure> {
     match fields.text("model")?.filter(|name| *name != model.name) {
         None => Ok(()),
@@ -223,7 +226,7 @@ fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, HttpFail
     sampling.check().map(|()| sampling).map_err(invalid)
 }
 
-/// Returns a number that a client cannot guess.
+/// Returns a random number that clients cannot predict.
 pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -275,9 +278,9 @@ fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, HttpFailure> 
     }
 }
 
-/// A prompt that is not yet tokens.
+/// A prompt as it is in the request, before it is turned into tokens.
 pub(super) enum PromptSource {
-    /// With the tokens that the tokenizer puts around it, if `special` is set.
+    /// A text. If `special`, the tokenizer adds its special tokens around it.
     Text {
         text: String,
         special: bool,
@@ -310,13 +313,13 @@ fn read_prompt(value: &Value) -> Option<PromptSource> {
     }
 }
 
-/// Reads a list of tokens.
+/// Reads a list of tokens from JSON. `None` if an element is not a token number.
 pub(super) fn read_tokens(value: &Value) -> Option<Vec<u32>> {
     let token = |value: &Value| u32::try_from(value.as_u64()?).ok();
     value.as_array()?.iter().map(token).collect()
 }
 
-/// Takes the messages of a conversation.
+/// Removes and reads the field `messages` of a chat.
 pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpFailure> {
     let list = |value: &Value| value.as_array().filter(|list| !list.is_empty()).cloned();
     let messages = fields
@@ -340,7 +343,7 @@ pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpF
     ))
 }
 
-/// Returns the texts of a message: role, content and perhaps name.
+/// Returns the role, the content and perhaps the name of the message at index `at`.
 fn message_of(at: usize, mut fields: Map<String, Value>) -> Result<MessageTexts, HttpFailure> {
     const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
     let wrong = |field: &str, why: &str| HttpFailure::field(format!("messages[{at}]{field}"), why);
@@ -377,18 +380,18 @@ fn message_of(at: usize, mut fields: Map<String, Value>) -> Result<MessageTexts,
     Ok(texts)
 }
 
-/// The keys of a message, and their texts.
+/// Pairs of a message's key and its text.
 type MessageTexts = Vec<(&'static str, String)>;
 
-/// Returns a message with its keys in the order of the request. A template may show it, as it does
-/// with the examples of a training.
+/// Returns a message with its keys in the order of the request. The order can change the prompt,
+/// since a template may write the whole message.
 fn in_order(keys: &[String], mut texts: MessageTexts) -> ChatMessage {
     texts.sort_by_key(|(key, _)| keys.iter().position(|found| found == key));
     ChatMessage::new(texts)
 }
 
-/// Returns the tokens of a prompt, which is the field `name`. A text that has more than `most`
-/// tokens is refused before all of it is turned into tokens.
+/// Turns a prompt into tokens. `name` is its request field, for messages. Refuses a text of more
+/// than `most` tokens before all of it is turned into tokens.
 pub(super) fn tokens(
     source: &PromptSource,
     name: &str,

@@ -16,16 +16,16 @@ use tokio::io::{Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
 
-/// Time for the answer to come before a silent client is asked.
+/// Time from a client's silence until bytes are sent to test whether it has left.
 const ASK: Duration = Duration::from_millis(50);
 const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
-/// The socket of a connection.
+/// The TCP socket of a client's connection.
 pub(super) struct PeerSocket {
     pub(super) stream: TcpStream,
-    /// True if no byte waits to be written.
+    /// True if all bytes of replies have been written to the socket.
     is_flushed: AtomicBool,
-    /// True if a body was refused before it was read.
+    /// True if a request was refused before all of its body was read.
     has_unread: AtomicBool,
 }
 
@@ -38,7 +38,7 @@ impl PeerSocket {
         }
     }
 
-    /// Reads the bytes that have come, once there are some. Reads none at the end of the
+    /// Reads bytes from the client. Pending until there are some; reads none at the end of the
     /// connection.
     pub(super) fn poll_read(
         &self,
@@ -54,7 +54,7 @@ impl PeerSocket {
         }
     }
 
-    /// Calls `write` once there is room for bytes.
+    /// Calls `write` when the socket can take bytes. Pending until then.
     pub(super) fn poll_write(
         &self,
         cx: &mut Context<'_>,
@@ -70,12 +70,12 @@ impl PeerSocket {
         }
     }
 
-    /// Notes that all bytes were written.
+    /// Records that all bytes have been written to the socket.
     pub(super) fn flush(&self) {
         self.is_flushed.store(true, Ordering::Relaxed);
     }
 
-    /// Notes that the client may still send a body that nobody reads.
+    /// Records that the client may still send a body that is not read.
     pub(super) fn leave_unread(&self) {
         self.has_unread.store(true, Ordering::Relaxed);
     }
@@ -84,7 +84,7 @@ impl PeerSocket {
         self.has_unread.load(Ordering::Relaxed)
     }
 
-    /// Waits until the client sends nothing more, whether or not all that it has sent was read.
+    /// Waits until the client has closed its sending side, even if some of its bytes are unread.
     pub(super) async fn silence(&self) {
         // This interest is satisfied by the end alone, not by bytes: none are sent as urgent.
         _ = self.stream.ready(Interest::PRIORITY).await;
@@ -95,8 +95,10 @@ impl PeerSocket {
         _ = self.stream.ready(Interest::ERROR).await;
     }
 
-    /// Waits until the client of a request has left. The request must have no byte of an answer. A
-    /// client of HTTP/1.0 cannot be asked: it has left if it sends nothing more.
+    /// Waits until the client of a request has left. No byte of the answer may have been sent.
+    ///
+    /// Sends `100 Continue` to a silent client of HTTP/1.1 to test the connection. A client of
+    /// HTTP/1.0 counts as having left once it is silent.
     pub(super) async fn leaving(&self, version: Version) {
         self.silence().await;
         sleep(ASK).await;

@@ -19,30 +19,30 @@ use crate::model::{Model, unix_seconds};
 use crate::queue::ReplyStream;
 use crate::request::{Finish, ReplyEvent, ReplyToken};
 
-/// Time without an event after which a comment is sent, so that nobody takes the connection for
-/// dead.
+/// Time without an event after which a comment is sent, so that proxies do not close the
+/// connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// Stands for the logarithm of zero, since JSON has no infinity.
+/// The value for the logarithm of probability 0, since JSON has no infinity.
 const NEVER: f32 = -9999.0;
 
-/// A reply under way.
+/// A reply while it is computed and sent.
 pub(super) struct ReplyProgress {
     model: Arc<Model>,
     ask: ParsedRequest,
-    /// `None` once the reply has ended.
+    /// The events of the reply. `None` once it has ended.
     stream: Option<ReplyStream>,
     text: TextStream,
-    /// Number of new tokens.
+    /// Number of tokens in the reply so far.
     count: usize,
-    /// Number of characters in the texts of the tokens so far, for `text_offset`.
+    /// Number of characters in the texts of the tokens so far, for the field `text_offset`.
     offset: usize,
     id: String,
     created: u64,
-    /// The labels of the versions of the weights that have computed it, once it has ended.
+    /// The labels of the weight versions that computed the reply. Empty until it has ended.
     versions: Vec<Arc<str>>,
 }
 
-/// A part of a reply.
+/// A piece of a reply: some tokens and their text.
 #[derive(Default)]
 struct ReplyPiece {
     text: String,
@@ -71,7 +71,7 @@ impl ReplyProgress {
         }
     }
 
-    /// Waits for the next part that a client would see. `None` after the last.
+    /// Waits for the next piece with content for the client. `None` after the last one.
     async fn next(&mut self) -> Option<Result<ReplyPiece, HttpFailure>> {
         let mut piece = ReplyPiece::default();
         let shows_tokens = self.ask.has_ids || self.ask.request.logprobs.is_some();
@@ -121,14 +121,15 @@ impl ReplyProgress {
         None
     }
 
-    /// Takes the stream of a reply that has ended.
+    /// Removes and returns the event stream of a reply that has ended, and keeps its version
+    /// labels.
     fn end(&mut self) -> Option<ReplyStream> {
         let stream = self.stream.take()?;
         self.versions = stream.versions().to_vec();
         Some(stream)
     }
 
-    /// Waits for the whole reply.
+    /// Waits for the whole reply, and returns it as one JSON object.
     pub(super) async fn whole(mut self) -> Result<Response, HttpFailure> {
         let mut whole = ReplyPiece::default();
         while let Some(piece) = self.next().await {
@@ -164,8 +165,8 @@ impl ReplyProgress {
         Ok(Json(reply).into_response())
     }
 
-    /// Returns the reply as server-sent events. A client that sends nothing more gets a comment,
-    /// which shows if it has left.
+    /// Returns the reply as server-sent events. If the client closes its sending side, a comment is
+    /// sent to test whether it has left.
     pub(super) fn events(self, peer: Arc<PeerSocket>) -> Response {
         let at = if self.ask.form == ReplyForm::Chat {
             ReplyPart::Role
@@ -191,7 +192,7 @@ impl ReplyProgress {
             .into_response()
     }
 
-    /// Waits for the next event. Returns its data, and the part after it.
+    /// Waits for the next event. Returns its data, and the part of the reply that follows it.
     async fn event(&mut self, mut at: ReplyPart) -> Option<(String, ReplyPart)> {
         loop {
             let chunk = match at {
@@ -227,7 +228,7 @@ impl ReplyProgress {
         }
     }
 
-    /// Returns the data of the event for a piece.
+    /// Returns the event data of a piece.
     fn piece_chunk(&mut self, piece: ReplyPiece) -> Value {
         let is_first = self.count == piece.tokens.len();
         let is_last = piece.finish.is_some();
@@ -248,7 +249,7 @@ impl ReplyProgress {
         chunk
     }
 
-    /// Returns the fields that all objects of a reply have.
+    /// Returns a JSON object with the fields that all objects of a reply have.
     fn frame(&self, object: &str, choices: Vec<Value>) -> Value {
         let Self {
             id, created, model, ..
@@ -272,7 +273,8 @@ impl ReplyProgress {
         chunk
     }
 
-    /// Adds the tokens of the prompt where they are asked for, at vLLM's places.
+    /// Adds the tokens of the prompt to a reply, if the client requested them. The field is where
+    /// vLLM has it.
     fn add_prompt(&self, reply: &mut Value) {
         if self.ask.has_ids {
             let at = match self.ask.form {
@@ -283,8 +285,8 @@ impl ReplyProgress {
         }
     }
 
-    /// Adds the version of the weights with which the reply has begun, and all of them if there are
-    /// several.
+    /// Adds the label of the first weight version that computed the reply. If there were several
+    /// versions, also adds the list of all labels.
     fn add_versions(&self, reply: &mut Value) {
         let labels = || self.versions.iter().map(|label| &**label);
         reply["weight_version"] = labels().next().into();
@@ -300,7 +302,7 @@ impl ReplyProgress {
             "total_tokens": prompt + count })
     }
 
-    /// Returns the choice of a part, without its text.
+    /// Returns the entry of `choices` for a piece, without the text.
     fn choice(&mut self, piece: &ReplyPiece) -> Value {
         let logprobs = match self
             .ask
@@ -372,9 +374,9 @@ impl ReplyProgress {
     }
 }
 
-/// The parts of a streamed reply.
+/// The parts of a streamed reply, in order.
 enum ReplyPart {
-    /// The role, with which a chat begins.
+    /// The role of the speaker, at the beginning of a chat.
     Role,
     Piece,
     Usage,

@@ -29,50 +29,52 @@ use super::reply::ReplyProgress;
 use crate::model::Model;
 use crate::queue::{RequestQueue, ServerPhase};
 
-/// The chat page. It loads nothing, and asks only this server.
+/// The chat page. It loads no other files, and sends requests to this server only.
 const PAGE: &str = include_str!("page.html");
 const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src \
                            'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; \
                            form-action 'none'; frame-ancestors 'none'";
-/// Time limit for the body of a request.
+/// Time limit for a client to send the body of a request.
 const BODY: Duration = Duration::from_secs(30);
 
-/// Largest number of bytes in all bodies that are being read.
+/// Largest total size of all bodies that are being read, in bytes.
 const BODIES: usize = 64 << 20;
 
-/// Bytes of a body from which on its text may take long to read, and its sender may not be slow.
+/// Size of a body, in bytes, above which it counts as long. Reading a long body takes a thread for
+/// some time, and its sender must not be slow.
 const LONG_BODY: usize = 64 << 10;
 
-/// Bytes that a long body must bring within each [`BODY_PERIOD`].
+/// Number of bytes that the sender of a long body must send in each [`BODY_PERIOD`].
 const LEAST_BYTES: usize = 64 << 10;
 const BODY_PERIOD: Duration = Duration::from_secs(5);
 
 /// The state that all endpoints share.
 pub(super) struct EndpointState {
     pub(super) model: Arc<Model>,
-    /// A sentence about the model.
+    /// A sentence about the model for users.
     pub(super) description: Option<String>,
     pub(super) queue: RequestQueue,
     pub(super) access: Access,
-    /// The clients that may control the server, if any may.
+    /// The clients that may control the server. `None` if nobody may.
     pub(super) control: Option<Access>,
-    /// The folders of weights that may be loaded, without symbolic links.
+    /// The folders from which weights may be loaded, as paths without symbolic links.
     pub(super) weights: Arc<[PathBuf]>,
-    /// Largest body of a request, in bytes.
+    /// Largest size of a request's body, in bytes.
     pub(super) body: usize,
-    /// The bytes that are free for bodies.
+    /// One permit for each byte of memory that is free for bodies.
     pub(super) bodies: Arc<Semaphore>,
-    /// The turn of a long body: one is read at a time, so that short ones have a thread.
+    /// A permit to parse a long body. Only one is parsed at a time, so that a thread is left for
+    /// short ones.
     pub(super) long_body: Arc<Semaphore>,
-    /// Largest number of new tokens.
+    /// Largest number of new tokens of a request. `None` without a limit.
     pub(super) most: Option<usize>,
 }
 
 pub(super) type Answer = Result<Response, HttpFailure>;
 pub(super) type Shares = State<Arc<EndpointState>>;
 
-/// Returns the endpoints. The page and those that tell the state are for everyone. Those that
-/// control the server have a key of their own: without one they do not exist.
+/// Returns the router of all endpoints. The page, `/health`, `/ready` and `/version` need no API
+/// key. The endpoints that control the server have a key of their own, and exist only if it is set.
 pub(super) fn routes(shared: EndpointState) -> Router {
     let shared = Arc::new(shared);
     let guarded = Router::new()
@@ -238,7 +240,7 @@ async fn detokenize(State(shared): Shares, body: Body) -> Answer {
     Ok(Json(parse(&shared, body, text).await?).into_response())
 }
 
-/// Reads a body and calls `read` with it on a thread for such work, since texts may be long.
+/// Reads a body, and calls `read` with it on a blocking thread, since long texts take time.
 pub(super) async fn parse<T: Send + 'static>(
     shared: &EndpointState,
     body: Body,
@@ -272,20 +274,20 @@ pub(super) async fn parse<T: Send + 'static>(
     result.map_err(|why| HttpFailure::internal("the request could not be read", why))?
 }
 
-/// The limits on the bodies of requests.
+/// The limits on the body of a request.
 struct BodyLimits<'a> {
-    /// Largest body, in bytes.
+    /// Largest size of the body, in bytes.
     most: usize,
-    /// The bytes that are free for bodies.
+    /// One permit for each byte of memory that is free for bodies.
     memory: &'a Arc<Semaphore>,
-    /// Counts the bodies for which there is no memory.
+    /// Counts requests that are refused because no memory is free for their bodies.
     queue: &'a RequestQueue,
-    /// The time in which a long body must bring [`LEAST_BYTES`].
+    /// The time in which a long body must bring [`LEAST_BYTES`] bytes.
     period: Duration,
 }
 
-/// Reads a body, unless its announced length is too long. Returns its bytes, and the permits for
-/// their memory.
+/// Reads a body, and returns its bytes with the permits for their memory. Refuses a body whose
+/// announced length is too large.
 async fn bytes(
     body: Body,
     limits: BodyLimits<'_>,
@@ -343,12 +345,12 @@ async fn bytes(
     Ok((bytes, held))
 }
 
-/// Returns the end of a period that begins now.
+/// Returns the time at which a period that begins now will end.
 fn end_of(period: Duration) -> Instant {
     Instant::from_std(after(Instant::now().into_std(), period))
 }
 
-/// Returns the memory for bodies.
+/// Returns a semaphore with one permit for each byte of [`BODIES`].
 pub(super) fn bodies() -> Arc<Semaphore> {
     Arc::new(Semaphore::new(BODIES))
 }

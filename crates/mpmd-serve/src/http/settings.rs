@@ -15,33 +15,35 @@ use crate::queue::QueueLimits;
 /// The settings of a [`Front`](super::Front).
 #[derive(Clone, Debug)]
 pub struct FrontSettings {
-    /// Address to listen on, or a name of it. Any other than one of this host alone needs
-    /// `api_key_file` or `allow_all`. Default: 127.0.0.1.
+    /// IP address to listen on, or a host name. Addresses other than loopback need `api_key_file`
+    /// or `allow_all`. Default: 127.0.0.1.
     pub host: String,
-    /// Port to listen on; 0: any that is free. Default: 8000.
+    /// Port to listen on. With 0 the system chooses a free port. Default: 8000.
     pub port: u16,
-    /// File with an API key on each line, which only its user may read. Every request needs one of
-    /// them.
+    /// File with an API key on each line, readable by its owner only. Every request must have one
+    /// of the keys.
     pub api_key_file: Option<PathBuf>,
-    /// Serve every client that can connect, without a key.
+    /// True to serve clients of other hosts without a key. Has no effect with `api_key_file` or on
+    /// a loopback address.
     pub allow_all: bool,
-    /// File with a key on each line for the endpoints that control the server: without it there are
-    /// none. Only its user may read it, and it has other keys than `api_key_file`.
+    /// File with a key on each line for the endpoints that control the server. `None` disables
+    /// these endpoints. The file must be readable by its owner only, and share no key with
+    /// `api_key_file`.
     pub control_key_file: Option<PathBuf>,
-    /// Folders from which `/load_weights` may load weights, also from folders in them.
+    /// Folders from which `/load_weights` may load weights. Folders inside them are allowed, too.
     pub weight_folders: Vec<PathBuf>,
-    /// A sentence about the model that everyone is to see: in `/v1/models` and on the page.
+    /// A sentence about the model that all clients can see, in `/v1/models` and on the page.
     pub description: Option<String>,
-    /// Time for open requests to end after SIGTERM. Default: 30 s.
+    /// Time limit for open requests to end after SIGTERM. Default: 30 s.
     pub drain: Duration,
-    /// Limits on the waiting line.
+    /// Limits on the queue of waiting requests.
     pub waiting: QueueLimits,
-    /// Largest number of new tokens of a request. Default: as many as the model has positions.
+    /// Largest number of new tokens of a request. Default: the number of the model's positions.
     pub max_tokens: Option<usize>,
-    /// Largest number of connections. Beyond them the oldest one without a request ends, or the
-    /// new one waits. Default: 512.
+    /// Largest number of connections. When it is reached, the longest idle connection is closed for
+    /// a new one; if none is idle, the new one waits. Default: 512.
     pub max_connections: usize,
-    /// Bytes of the largest body of a request. Default: 2 MiB.
+    /// Largest size of a request's body, in bytes. Default: 2 MiB.
     pub max_body: u64,
 }
 
@@ -64,17 +66,17 @@ impl Default for FrontSettings {
     }
 }
 
-/// One of the two files of keys.
+/// A file of keys: the one for all requests or the one for control.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum KeyFile {
-    /// That of all requests.
+    /// The file of [`FrontSettings::api_key_file`].
     Api,
-    /// That of the endpoints that control the server.
+    /// The file of [`FrontSettings::control_key_file`].
     Control,
 }
 
 impl KeyFile {
-    /// Returns the name of the field of [`FrontSettings`].
+    /// Returns the name of the file's field in [`FrontSettings`].
     pub fn setting(self) -> &'static str {
         match self {
             Self::Api => "api_key_file",
@@ -83,53 +85,54 @@ impl KeyFile {
     }
 }
 
-/// A front cannot start. The settings or the environment are at fault.
+/// Error: a front cannot start. The settings or the environment are at fault.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontError {
-    /// The host has no address.
+    /// The host name has no address.
     #[error("host {host}: {why}")]
     Host {
-        /// The host.
+        /// The value of [`FrontSettings::host`].
         host: String,
-        /// The reason.
+        /// The error of the name lookup.
         why: io::Error,
     },
-    /// Other hosts could connect, and no setting says that they may.
+    /// Clients of other hosts could connect, but the settings have no keys and do not allow all
+    /// clients.
     #[error("host {host}: other hosts can connect, so keys are needed, or everyone must be let in")]
     Unprotected {
-        /// The host.
+        /// The value of [`FrontSettings::host`].
         host: String,
     },
-    /// A file of keys cannot be read, or others can read it.
+    /// A file of keys cannot be read, or users other than its owner can read it.
     #[error("{why}")]
     UnreadableKeys {
-        /// The file.
+        /// The setting of the file.
         file: KeyFile,
-        /// The reason, which names the setting and the path.
+        /// The error, which names the setting and the path.
         why: LaunchError,
     },
-    /// A file of keys has no keys, or some that cannot be sent.
+    /// A file of keys has no keys, or keys that cannot be sent in a header.
     #[error("{} {}: expected {expected}", .file.setting(), .path.display())]
     InvalidKeys {
-        /// The file.
+        /// The setting of the file.
         file: KeyFile,
-        /// Its path.
+        /// The path of the file.
         path: PathBuf,
-        /// The expected content.
+        /// The content that was expected.
         expected: &'static str,
     },
-    /// Both files have the same key.
+    /// Both files of keys have the same key.
     #[error("control_key_file and api_key_file: expected other keys in each, found one in both")]
     SharedKey,
-    /// There is no folder for weights.
+    /// A folder of [`FrontSettings::weight_folders`] does not exist.
     #[error("weight_folders {}: {why}", .path.display())]
     WeightFolder {
-        /// The folder.
+        /// The path of the folder.
         path: PathBuf,
-        /// The reason.
+        /// The error of the system.
         why: io::Error,
     },
-    /// The process may have too few open files for the connections.
+    /// The process may not open enough files for the connections.
     #[error(
         "max_connections: {connections} connections need {needed} open files, {others} of them \
          for other purposes, and the limit is {limit}: raise it (`ulimit -n`), or give fewer \
@@ -138,59 +141,60 @@ pub enum FrontError {
     Descriptors {
         /// Largest number of connections.
         connections: usize,
-        /// Number of open files that they and all else need.
+        /// Number of open files that the connections and all other uses need.
         needed: u64,
-        /// Number of open files beside the connections.
+        /// Number of open files for other uses than connections.
         others: u64,
-        /// The limit of the process.
+        /// The process's limit on open files.
         limit: u64,
     },
-    /// The address cannot be listened on.
+    /// The server cannot listen on the address.
     #[error("cannot listen on {address}: {why}")]
     Listen {
         /// The address.
         address: SocketAddr,
-        /// The reason.
+        /// The error of the system.
         why: io::Error,
     },
-    /// The system gives no threads or signals, or does not tell its limits.
+    /// The system does not provide threads or signals, or does not tell its limits.
     #[error("starting the server: {0}")]
     Start(io::Error),
 }
 
-/// The ways into a server.
+/// The address of a server, and who may use and control it.
 pub(super) struct Doors {
     pub(super) address: SocketAddr,
     pub(super) access: Access,
-    /// The clients that may control the server, if any may.
+    /// The clients that may control the server. `None` if nobody may.
     pub(super) control: Option<Access>,
-    /// The folders of weights that may be loaded, without symbolic links.
+    /// The folders from which weights may be loaded, as paths without symbolic links.
     pub(super) weights: Vec<PathBuf>,
 }
 
 impl FrontSettings {
-    /// Checks the address, the keys and the folders, before processes are started.
+    /// Checks the address, the keys and the folders. Does not try to listen.
     ///
     /// # Errors
     ///
-    /// As for [`Front::start`](super::Front::start), except that the address may be in use.
+    /// As for [`Front::start`](super::Front::start), but an address in use or too few descriptors
+    /// are not found.
     pub fn check(&self) -> Result<(), FrontError> {
         self.doors().map(drop)
     }
 
-    /// Checks that the address is free, and that the process may have descriptors for all
+    /// Checks that the address is free, and that the process may open enough descriptors for all
     /// connections.
     ///
     /// # Errors
     ///
-    /// If it is not so.
+    /// If the address is in use, or the limit of descriptors is too low.
     pub fn check_resources(&self) -> Result<(), FrontError> {
         let address = self.address()?;
         reserve_descriptors(self.max_connections)?;
         bind(address).map(drop)
     }
 
-    /// Reads the keys, and finds the address and the folders.
+    /// Reads the keys, resolves the address, and finds the folders.
     pub(super) fn doors(&self) -> Result<Doors, FrontError> {
         let address = self.address()?;
         let access = self.access(address)?;
@@ -234,7 +238,7 @@ impl FrontSettings {
         found.next().ok_or_else(|| failed(none()))
     }
 
-    /// Returns the clients that may come in.
+    /// Returns the clients that may use a server on `address`.
     fn access(&self, address: SocketAddr) -> Result<Access, FrontError> {
         if let Some(path) = &self.api_key_file {
             Access::keys(KeyFile::Api, path)

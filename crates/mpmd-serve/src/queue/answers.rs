@@ -4,37 +4,37 @@ use std::time::Duration;
 
 use mpmd_base::block::Instant;
 
-/// Shortest time without an answer after which the stages count as stalled.
+/// Shortest time without an answer after which the stages can count as stalled.
 const STALLED: Duration = Duration::from_secs(10);
-/// The same, as a multiple of the usual time.
+/// Multiple of the usual time without an answer after which the stages can count as stalled.
 const UNUSUAL: f64 = 8.0;
-/// Share of the last answer in the usual time.
+/// Weight of the newest answer in the moving average of the usual time.
 const LAST: f64 = 0.2;
 
-/// An answer that process 0 waits for.
+/// A kind of answer from the stages to process 0.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Awaited {
     /// The choices of a pass.
     Choices,
-    /// The times of the stages, for which it asks also without requests.
+    /// The times of the stages. Process 0 requests them even if there are no client requests.
     Times,
 }
 
-/// The answers that process 0 waits for, and the time that one usually takes.
+/// Tracks whether the stages still answer process 0 in the usual time.
 #[derive(Debug, Default)]
 pub(super) struct Answers {
     since: [Option<Instant>; 2],
-    /// In seconds.
+    /// Moving average of the time to an answer, in seconds.
     usual: f64,
 }
 
 impl Answers {
-    /// Notes that process 0 waits for an answer from `now` on.
+    /// Records that process 0 waits for an answer from `now` on.
     pub(super) fn wait(&mut self, awaited: Awaited, now: Instant) {
         self.since[awaited as usize] = Some(now);
     }
 
-    /// Notes that an answer has come at `now`.
+    /// Records that an answer arrived at `now`.
     pub(super) fn come(&mut self, awaited: Awaited, now: Instant) {
         if let Some(since) = self.since[awaited as usize].take() {
             let took = now.saturating_duration_since(since).as_secs_f64();
@@ -42,12 +42,12 @@ impl Answers {
         }
     }
 
-    /// Forgets the answers that would come: the stages are made anew.
+    /// Forgets all awaited answers, since the stages are created anew and will not send them.
     pub(super) fn forget(&mut self) {
         self.since = [None; 2];
     }
 
-    /// True if an answer takes far longer than usual.
+    /// True if an awaited answer takes far longer than usual.
     pub(super) fn are_late(&self, now: Instant) -> bool {
         let bound = STALLED.as_secs_f64().max(UNUSUAL * self.usual);
         let is_late = |since: &Instant| now.saturating_duration_since(*since).as_secs_f64() > bound;

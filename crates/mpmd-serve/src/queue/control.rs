@@ -11,14 +11,14 @@ use super::{
     QueueShared, QueueState, Refused, RequestArrival, RequestArrivals, RequestQueue, ServerPhase,
 };
 
-/// The requests that a pause stops.
+/// The treatment of open requests by a pause.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum PauseMode {
-    /// All open requests end at once with the tokens that they have.
+    /// All open requests end at once, with the tokens that clients already have.
     Abort,
-    /// Requests that have begun are answered to their ends.
+    /// Requests that have begun are answered to their end. The pause is in force afterwards.
     Wait,
-    /// All requests stay as they are, and go on after the pause.
+    /// All requests keep their state, and continue after the pause.
     Keep,
 }
 
@@ -30,55 +30,56 @@ pub(super) enum PauseState {
     InForce(PauseMode),
 }
 
-/// The reason why the server refuses a pause or a change of weights.
+/// Error: the server refuses a pause or a change of weights.
 #[derive(Clone, Debug, Eq, Error, PartialEq)]
 pub enum Denied {
-    /// The server starts or ends.
+    /// The server is starting or shutting down.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The pause has ended before it was in force.
+    /// The pause was ended before it was in force.
     #[error("the pause has ended before it was in force")]
     Resumed,
-    /// Other weights are being loaded.
+    /// Weights of another folder are being loaded.
     #[error("other weights are being loaded: try again later")]
     Busy,
-    /// The weights were not taken, for this reason.
+    /// The weights were refused, with the reason.
     #[error("{0}")]
     Weights(String),
 }
 
-/// The versions of the weights that compute requests.
+/// The versions of the weights that the server uses.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WeightInfo {
-    /// The version of requests that begin.
+    /// The version number that new requests use.
     pub version: u64,
-    /// The label of this version.
+    /// The label of [`WeightInfo::version`].
     pub label: Arc<str>,
-    /// An older version that requests still have, and its label.
+    /// An older version that some requests still use, and its label.
     pub old: Option<(u64, Arc<str>)>,
-    /// Number of requests that have the version, and the older one.
+    /// Number of requests that use [`WeightInfo::version`], and number that use
+    /// [`WeightInfo::old`].
     pub requests: [usize; 2],
-    /// The reason why the last version was refused.
+    /// The reason why the last version was refused. `None` after a later version has been received.
     pub failure: Option<String>,
-    /// The state of the link to a publisher, if the weights are subscribed to.
+    /// The state of the connection to a publisher. `None` without a subscription.
     pub publisher: Option<PublisherState>,
 }
 
-/// The weights of a server.
+/// The queue's state of the weights: versions in use, labels, and a load under way.
 #[derive(Default)]
 pub(super) struct ServedWeights {
     newest: u64,
     old: Option<u64>,
-    /// Labels that clients have set.
+    /// Labels that clients have set, by version.
     labels: BTreeMap<u64, Arc<str>>,
-    /// The source of versions.
+    /// The inference's state of its versions, for the last failure and the publisher.
     versions: WeightVersions,
     load: Option<PendingLoad>,
 }
 
-/// Weights of a folder that are being loaded.
+/// The loading of a folder's weights that a client has requested.
 struct PendingLoad {
-    /// `None` once the engine has taken it.
+    /// The path of the folder. `None` once the engine has taken it.
     path: Option<String>,
     reply: oneshot::Sender<Result<u64, Denied>>,
 }
@@ -97,7 +98,7 @@ impl ServedWeights {
         }
     }
 
-    /// Ends the loading, if there is one.
+    /// Ends the current load, if there is one, and sends `result` to its client.
     pub(super) fn loaded(&mut self, result: Result<u64, Denied>) {
         if let Some(load) = self.load.take() {
             // An error says that the client has left.
@@ -106,37 +107,38 @@ impl ServedWeights {
     }
 }
 
-/// The changes since the engine asked last.
+/// The news since the engine last asked for them.
 pub(crate) struct EngineNews {
-    /// The new requests, in their order.
+    /// The new requests, in the order of arrival.
     pub(crate) arrived: Vec<RequestArrival>,
-    /// True if all earlier requests are to be aborted.
+    /// True if all requests that the engine already has must end at once.
     pub(crate) aborts: bool,
-    /// The present pause.
+    /// The pause that is requested or in force. `None` if there is none.
     pub(crate) pause: Option<PauseMode>,
-    /// The folder of weights that are to be loaded.
+    /// The path of a folder whose weights should be loaded.
     pub(crate) load: Option<String>,
 }
 
-/// Wakes an idle engine, which then asks for other work of its program. Clones wake the same
-/// engine.
+/// A handle that wakes an idle engine, so that it looks for other work of its program. Clones wake
+/// the same engine.
 #[derive(Clone)]
 pub struct Waker(Arc<QueueShared>);
 
 impl Waker {
-    /// Wakes the engine. May be called from any thread. Does not block.
+    /// Wakes the engine. Can be called from any thread. Does not block.
     pub fn wake(&self) {
         self.0.change(|state| state.is_woken = true);
     }
 }
 
 impl RequestQueue {
-    /// Pauses the server, and waits until the pause is in force. If the future is dropped before,
-    /// the server pauses nevertheless. Requests are taken into the waiting line meanwhile.
+    /// Pauses the server, and waits until the pause is in force. Meanwhile new requests still enter
+    /// the queue. If the future is dropped before the end, the server pauses nevertheless.
     ///
     /// # Errors
     ///
-    /// If the server starts or ends, or [`resume`](Self::resume) was called meanwhile.
+    /// If the server is starting or shutting down, or if [`resume`](Self::resume) is called
+    /// meanwhile.
     pub async fn pause(&self, mode: PauseMode) -> Result<(), Denied> {
         let mut pause = self.ask_for_pause(mode)?;
         let known = pause
@@ -168,7 +170,7 @@ impl RequestQueue {
         Ok(self.0.pause.subscribe())
     }
 
-    /// Ends a pause, if there is one.
+    /// Ends the pause, if there is one.
     pub fn resume(&self) {
         self.0
             .change(|_| _ = self.0.pause.send_replace(PauseState::None));
@@ -179,7 +181,7 @@ impl RequestQueue {
         matches!(*self.0.pause.borrow(), PauseState::InForce(_))
     }
 
-    /// Returns the versions of the weights. The numbers of requests are those of the last pass.
+    /// Returns the versions in use. The numbers of requests are as of the last pass.
     pub fn weights(&self) -> WeightInfo {
         let requests = self.0.metrics.requests_by_version();
         let weights = &self.0.state.lock().weights;
@@ -196,18 +198,20 @@ impl RequestQueue {
         }
     }
 
-    /// Sets the label of the newest version of the weights. Requests that have begun keep theirs.
+    /// Sets the label of the newest version. Requests that have begun keep the label that they had.
     pub fn set_label(&self, label: &str) {
         let weights = &mut self.0.state.lock().weights;
         weights.labels.insert(weights.newest, label.into());
     }
 
-    /// Loads the weights of a folder as the next version, and waits until it is in use.
-    /// Returns its number. If the future is dropped before, they are loaded nevertheless.
+    /// Loads the weights of the folder at `path` as the next version, waits until requests use it,
+    /// and returns its number. If the future is dropped before the end, the weights are loaded
+    /// nevertheless.
     ///
     /// # Errors
     ///
-    /// If the server starts or ends, other weights are being loaded, or these cannot be.
+    /// If the server is starting or shutting down, other weights are being loaded, or these cannot
+    /// be loaded.
     pub async fn load(&self, path: String) -> Result<u64, Denied> {
         let (reply, answer) = oneshot::channel();
         {
@@ -239,7 +243,7 @@ fn refuse_unless_ready(state: &QueueState) -> Result<(), Refused> {
 }
 
 impl RequestArrivals {
-    /// Returns the requests, aborts, pause and load of weights since the last call. Does not block.
+    /// Returns all news since the last call. Does not block.
     pub(crate) fn news(&self) -> EngineNews {
         let state = &mut *self.0.state.lock();
         let pause = match *self.0.pause.borrow() {
@@ -258,7 +262,8 @@ impl RequestArrivals {
         }
     }
 
-    /// Says that a pause is in force, unless another one has been asked for since.
+    /// Records that a pause is in force, unless another one was requested since. `mode` is the mode
+    /// of the pause.
     pub(crate) fn paused(&self, mode: PauseMode) {
         let state = self.0.state.lock();
         self.0.pause.send_if_modified(|pause| {
@@ -270,12 +275,12 @@ impl RequestArrivals {
         });
     }
 
-    /// Sets the source of versions.
+    /// Sets the state of the inference's versions, for [`RequestQueue::weights`].
     pub(crate) fn set_versions(&self, versions: WeightVersions) {
         self.0.state.lock().weights.versions = versions;
     }
 
-    /// Sets the versions in use. Requests that start from now on have the newest.
+    /// Sets the versions in use. Requests that begin from now on use `newest`.
     pub(crate) fn set_weights(&self, newest: u64, old: Option<u64>) {
         let weights = &mut self.0.state.lock().weights;
         weights.newest = newest;
@@ -285,18 +290,18 @@ impl RequestArrivals {
             .retain(|version, _| *version == newest || Some(*version) == old);
     }
 
-    /// Ends the loading of weights, with the version or the reason why there is none.
+    /// Ends the current load of weights, with the new version or the reason for its failure.
     pub(crate) fn loaded(&self, result: Result<u64, Denied>) {
         let number = result.map(version_number);
         self.0.state.lock().weights.loaded(number);
     }
 
-    /// Returns the way to wake the engine.
+    /// Returns a handle that wakes the engine.
     pub(crate) fn waker(&self) -> Waker {
         Waker(self.0.clone())
     }
 
-    /// True if a [`Waker`] has been called since the last call.
+    /// True if a [`Waker`] was called since the last call of this function.
     pub(crate) fn is_woken(&self) -> bool {
         std::mem::take(&mut self.0.state.lock().is_woken)
     }

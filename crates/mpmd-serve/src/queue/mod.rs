@@ -22,17 +22,18 @@ pub(crate) use control::EngineNews;
 pub use control::{Denied, PauseMode, Waker, WeightInfo};
 use control::{PauseState, ServedWeights};
 
-/// Number of recent ends from which the rate of ends is estimated.
+/// Number of most recently ended requests from which the rate of ends is estimated.
 const ENDS: usize = 64;
-/// Limits on the time after which a refused client may come again.
+/// Shortest and longest time after which a refused client is told to try again.
 const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
 
-/// Limits on the waiting line.
+/// Limits on the queue of waiting requests.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct QueueLimits {
     /// Largest number of waiting requests.
     pub requests: usize,
-    /// Largest number of tokens in the prompts of waiting requests. A single prompt may have more.
+    /// Largest number of tokens in the prompts of waiting requests. A request that would wait alone
+    /// may have more.
     pub tokens: usize,
 }
 
@@ -45,35 +46,35 @@ impl Default for QueueLimits {
     }
 }
 
-/// Why a request was not taken.
+/// Error: a request was not taken into the queue.
 #[derive(Clone, Copy, Debug, Eq, Error, PartialEq)]
 pub enum Refused {
-    /// There are too many waiting requests.
+    /// The queue has too many requests.
     #[error("{waiting} requests are waiting, the most that this server allows")]
     Requests {
         /// Number of waiting requests.
         waiting: usize,
-        /// The time after which there is probably room.
+        /// The time after which there will probably be room.
         retry: Duration,
     },
-    /// The waiting prompts have too many tokens.
+    /// The prompts in the queue have too many tokens.
     #[error("the waiting prompts have {waiting} tokens, near the most that this server allows")]
     Tokens {
-        /// Number of tokens of the waiting prompts.
+        /// Number of tokens in the prompts of waiting requests.
         waiting: usize,
-        /// The time after which there is probably room.
+        /// The time after which there will probably be room.
         retry: Duration,
     },
-    /// The engine does not take requests yet.
+    /// The server is starting, and takes no requests yet.
     #[error("the server is starting")]
     Starting,
-    /// The server ends.
+    /// The server is shutting down, and takes no requests any more.
     #[error("the server is shutting down")]
     Draining,
 }
 
 impl Refused {
-    /// Returns the label of the metric.
+    /// Returns the label of this refusal in metrics.
     fn label(self) -> &'static str {
         match self {
             Self::Requests { .. } => "requests",
@@ -84,14 +85,14 @@ impl Refused {
     }
 }
 
-/// The state of a server.
+/// The state of a server: which requests it takes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ServerPhase {
-    /// The engine does not take requests yet.
+    /// No request is taken yet, since the engine has not started.
     Starting,
     /// Requests are taken.
     Ready,
-    /// No request is taken. Those that were taken go on.
+    /// No new request is taken. Requests taken before are still answered.
     Draining,
 }
 
@@ -99,44 +100,44 @@ struct QueueShared {
     limits: QueueLimits,
     metrics: ServerMetrics,
     state: Mutex<QueueState>,
-    /// Told when `has_news` is set.
+    /// Notified when `has_news` is set.
     changed: Condvar,
-    /// The reason for which all open requests fail.
+    /// The reason for which all open requests fail. `None` until then.
     cut: watch::Sender<Option<Arc<str>>>,
-    /// Changes with the state's lock held.
+    /// The state of the pause. Set only while `state` is locked.
     pause: watch::Sender<PauseState>,
     answers: Mutex<Answers>,
 }
 
 struct QueueState {
     phase: ServerPhase,
-    /// Requests that the engine has not taken.
+    /// Requests that the engine has not taken yet.
     arrived: Vec<RequestArrival>,
     waiting: WaitingCounts,
     /// Number of requests that the engine is answering.
     running: usize,
-    /// Number of clients.
+    /// Number of clients that hold a [`ReplyStream`].
     open: usize,
     has_news: bool,
     /// True if a [`Waker`] was called.
     is_woken: bool,
-    /// True if the requests that the engine has are to be aborted.
+    /// True if the requests that the engine has must end at once.
     aborts: bool,
     weights: ServedWeights,
-    /// Times of the most recent ends.
+    /// Times at which the most recently ended requests ended.
     ends: VecDeque<Instant>,
 }
 
-/// The requests that wait.
+/// Counts of the requests that have not begun.
 #[derive(Clone, Copy, Default)]
 struct WaitingCounts {
     requests: usize,
-    /// Number of tokens of their prompts.
+    /// Number of tokens in their prompts.
     tokens: usize,
 }
 
 impl QueueShared {
-    /// Changes the state, and wakes the engine.
+    /// Changes the state with `change`, and wakes the engine.
     fn change(&self, change: impl FnOnce(&mut QueueState)) {
         let mut state = self.state.lock();
         change(&mut state);
@@ -146,7 +147,8 @@ impl QueueShared {
     }
 }
 
-/// Creates an empty waiting line. It is [`ServerPhase::Starting`].
+/// Creates an empty queue of requests, and returns its two ends: for clients, and for the engine.
+/// The server is in [`ServerPhase::Starting`].
 pub fn queue(limits: QueueLimits) -> (RequestQueue, RequestArrivals) {
     let state = QueueState {
         phase: ServerPhase::Starting,
@@ -173,16 +175,16 @@ pub fn queue(limits: QueueLimits) -> (RequestQueue, RequestArrivals) {
     (RequestQueue(shared.clone()), RequestArrivals(shared))
 }
 
-/// The clients' end of the waiting line. Clones lead to the same line.
+/// The clients' end of the queue of requests. Clones share the queue.
 #[derive(Clone)]
 pub struct RequestQueue(Arc<QueueShared>);
 
 impl RequestQueue {
-    /// Appends a request to the waiting line. Does not block.
+    /// Appends a request to the queue. Does not block.
     ///
     /// # Errors
     ///
-    /// If the line is full, or no requests are taken.
+    /// If the queue is full, or the server takes no requests.
     pub fn submit(&self, request: TextRequest) -> Result<ReplyStream, Refused> {
         let tokens = request.prompt.len();
         let (events, received) = mpsc::unbounded_channel();
@@ -244,12 +246,12 @@ impl RequestQueue {
         self.0.state.lock().phase
     }
 
-    /// True if the stages take far longer to answer than usual, as when a process is stopped.
+    /// True if the stages take far longer to answer than usual, as when a process is suspended.
     pub fn is_stalled(&self) -> bool {
         self.0.answers.lock().are_late(now())
     }
 
-    /// Takes no further requests. Ends a pause.
+    /// Refuses new requests from now on. Ends a pause.
     pub fn drain(&self) {
         self.0.change(|state| {
             state.phase = ServerPhase::Draining;
@@ -258,7 +260,7 @@ impl RequestQueue {
         });
     }
 
-    /// Ends all open requests with [`ReplyEvent::Failed`] for this reason, and those to come.
+    /// Ends all open and all later requests with [`ReplyEvent::Failed`] and this reason.
     pub fn fail(&self, why: &str) {
         self.0.cut.send_replace(Some(why.into()));
     }
@@ -268,12 +270,12 @@ impl RequestQueue {
         self.0.state.lock().open
     }
 
-    /// Counts a request that was refused for this reason before it was submitted.
+    /// Counts a request that was refused before it was submitted. `reason` is the label in metrics.
     pub(crate) fn refuse(&self, reason: &'static str) {
         self.0.metrics.refuse(reason);
     }
 
-    /// Returns the figures in Prometheus' text format.
+    /// Returns all metrics in Prometheus' text format.
     pub fn metrics(&self) -> String {
         let state = self.0.state.lock();
         let waiting = state.waiting.requests;
@@ -285,7 +287,8 @@ impl RequestQueue {
     }
 }
 
-/// Returns the time until half of the waiting requests have probably left, by the recent ends.
+/// Returns the time after which half of the waiting requests have probably left, estimated from the
+/// recent ends.
 fn retry(state: &QueueState) -> Duration {
     let rate = match (state.ends.front(), state.ends.len()) {
         (Some(first), count @ 2..) => count as f64 / since(*first).as_secs_f64().max(1e-3),
@@ -295,20 +298,20 @@ fn retry(state: &QueueState) -> Duration {
     Duration::from_secs_f64(seconds.ceil().min(RETRY[1].as_secs_f64())).clamp(RETRY[0], RETRY[1])
 }
 
-/// The events of a request, for its client. Dropping it before the last one means that the client
-/// has left.
+/// The events of a request's reply. If it is dropped before the last event, the request is
+/// cancelled.
 pub struct ReplyStream {
     shared: Arc<QueueShared>,
     events: mpsc::UnboundedReceiver<StreamMessage>,
     cut: watch::Receiver<Option<Arc<str>>>,
-    /// The label of the metric, if the request has ended.
+    /// The label for metrics of how the request ended. `None` until its last event.
     end: Option<&'static str>,
     versions: Vec<Arc<str>>,
 }
 
 /// A message from the engine to a client.
 enum StreamMessage {
-    /// The label of the version of the weights that computes the tokens from now on.
+    /// The label of the weight version that computes the tokens from now on.
     Version(Arc<str>),
     Event(ReplyEvent),
 }
@@ -345,13 +348,13 @@ impl ReplyStream {
         Some(event)
     }
 
-    /// Returns the labels of the versions of the weights that have computed the tokens so far: that
-    /// with which the request has begun, and those on which it was computed again.
+    /// Returns the labels of the weight versions that have computed the tokens so far. The first is
+    /// the one with which the request began; each further one computed it again.
     pub fn versions(&self) -> &[Arc<str>] {
         &self.versions
     }
 
-    /// Ends the request, since its reply has a stop text.
+    /// Ends the request, since a stop text occurred in its reply.
     pub fn stop(mut self) {
         self.end.get_or_insert("stop");
     }
@@ -366,19 +369,19 @@ impl Drop for ReplyStream {
     }
 }
 
-/// The engine's end of the waiting line.
+/// The engine's end of the queue of requests.
 pub struct RequestArrivals(Arc<QueueShared>);
 
-/// A request of a client.
+/// A request as the engine gets it from the queue.
 pub struct RequestArrival {
     /// The request.
     pub request: TextRequest,
-    /// The way to the client.
+    /// Sends the reply to the client.
     pub sender: ReplySender,
 }
 
 impl RequestArrivals {
-    /// Takes requests from now on, unless the server ends.
+    /// Takes requests from now on. Does nothing if the server is shutting down.
     pub fn open(&self) {
         self.0.change(|state| {
             if state.phase == ServerPhase::Starting {
@@ -387,13 +390,14 @@ impl RequestArrivals {
         });
     }
 
-    /// Returns the new requests, in their order. Does not block.
+    /// Returns the new requests, in the order of arrival. Does not block.
     pub fn take(&self) -> Vec<RequestArrival> {
         std::mem::take(&mut self.0.state.lock().arrived)
     }
 
-    /// Blocks until a request has come, a client has left or the phase has changed since the last
-    /// call, at most for `timeout`. Returns false if nothing happened.
+    /// Blocks until there are news since the last call, for `timeout` at most. News are requests,
+    /// clients that left, pauses, changes of phase, and calls of a [`Waker`]. Returns false if
+    /// there are none.
     pub fn wait(&self, timeout: Duration) -> bool {
         let start = now();
         let mut state = self.0.state.lock();
@@ -406,50 +410,50 @@ impl RequestArrivals {
         std::mem::take(&mut state.has_news)
     }
 
-    /// True once no request is taken and all clients have got their last event.
+    /// True once the server is shutting down and no client is left.
     pub fn is_over(&self) -> bool {
         let state = self.0.state.lock();
         state.phase == ServerPhase::Draining && state.open == 0
     }
 
-    /// Sets the figures that `/metrics` shows.
+    /// Sets the engine's figures for `/metrics`.
     pub fn report(&self, figures: EngineFigures) {
         self.0.metrics.set(figures);
     }
 
-    /// Says that process 0 waits for an answer of the stages.
+    /// Records that process 0 waits for an answer from the stages.
     pub(crate) fn wait_for(&self, awaited: Awaited) {
         self.0.answers.lock().wait(awaited, now());
     }
 
-    /// Says that an answer of the stages has come.
+    /// Records that an awaited answer from the stages has arrived.
     pub(crate) fn answered(&self, awaited: Awaited) {
         self.0.answers.lock().come(awaited, now());
     }
 
-    /// Says that no earlier answer will come.
+    /// Records that no awaited answer will arrive, since the stages are created anew.
     pub(crate) fn forget_answers(&self) {
         self.0.answers.lock().forget();
     }
 }
 
-/// The way from the engine to the client of a request. Dropping it before the last event fails the
-/// request.
+/// Sends the events of a reply to the client. If it is dropped before the last event, the request
+/// fails.
 pub struct ReplySender {
     shared: Arc<QueueShared>,
     events: mpsc::UnboundedSender<StreamMessage>,
-    /// Number of tokens of the prompt.
+    /// Number of tokens in the prompt.
     tokens: usize,
     submitted: Instant,
-    /// Time of the last token.
+    /// Time at which the last token was sent. `None` before the first one.
     last: Option<Instant>,
     is_waiting: bool,
-    /// True once the request no longer counts as one that runs.
+    /// True once the request counts as ended.
     has_left: bool,
 }
 
 impl ReplySender {
-    /// Notes that the request has left the waiting line. A second call does nothing.
+    /// Records that the request begins, and no longer waits. Calling it again does nothing.
     pub fn start(&mut self) {
         if std::mem::take(&mut self.is_waiting) {
             self.shared
@@ -460,14 +464,14 @@ impl ReplySender {
         }
     }
 
-    /// Tells the client that the newest version of the weights computes its request from now on.
+    /// Tells the client that the newest weight version computes its request from now on.
     pub(crate) fn tell_version(&self) {
         let label = self.shared.state.lock().weights.label();
         // An error says that the client has left.
         _ = self.events.send(StreamMessage::Version(label));
     }
 
-    /// Ends the request with the tokens that the client has got.
+    /// Ends the request with the tokens that the client already has.
     pub(crate) fn abort(mut self) {
         if self.is_waiting {
             self.tell_version();
@@ -481,8 +485,8 @@ impl ReplySender {
         state.running += 1;
     }
 
-    /// Sends an event. Does not block, and does nothing if the client has left. At most
-    /// `max_tokens` events wait for a client that does not read.
+    /// Sends an event to the client. Does not block, and does nothing if the client has left. For a
+    /// client that does not read, at most `max_tokens` tokens are buffered.
     pub fn send(&mut self, event: ReplyEvent) {
         if let ReplyEvent::Token(_) = event {
             let time = now();
@@ -499,7 +503,7 @@ impl ReplySender {
         _ = self.events.send(StreamMessage::Event(event));
     }
 
-    /// Counts the request as ended. A second call does nothing.
+    /// Counts the request as ended. Calling it again does nothing.
     fn leave(&mut self) {
         if std::mem::replace(&mut self.has_left, true) {
             return;

@@ -19,7 +19,7 @@ fn request(tokens: usize) -> TextRequest {
     }
 }
 
-/// Waits for the next event of a client.
+/// Returns the next event of a client.
 fn next(client: &mut ReplyStream) -> Option<ReplyEvent> {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_time().build().unwrap();
@@ -212,7 +212,7 @@ fn figures_of_the_engine_are_shown_by_stage() {
     }
 }
 
-/// Waits for the result of a future.
+/// Runs a future to its end, and returns its result.
 fn result<T>(future: impl Future<Output = T>) -> T {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_time().build().unwrap();

@@ -7,28 +7,29 @@ use mpmd::candle::nn::BLOCK;
 
 use super::{FilledBlocks, Scheduler};
 
-/// Blocks of keys and values, each of [`BLOCK`] tokens. Sequences with equal beginnings share full
-/// blocks.
+/// The blocks of the key/value cache, of [`BLOCK`] tokens each. Sequences of one weight version
+/// that begin with the same tokens share full blocks.
 #[derive(Clone, Debug)]
 pub(super) struct BlockPool {
     blocks: Vec<CacheBlock>,
-    /// Blocks without content.
+    /// Blocks whose content is unknown or incomplete, and that nobody uses.
     empty: Vec<u32>,
-    /// Blocks with content that nobody uses, by the time of their last use.
+    /// Blocks with known content that no sequence uses, as (time of last use, block).
     unused: BTreeSet<(u64, u32)>,
-    /// The block with these tokens after a beginning.
+    /// The full block for each known content.
     known: BTreeMap<BlockKey, u32>,
     time: u64,
-    /// Number of beginnings so far.
+    /// Number of prefix ids that were given out.
     beginnings: u64,
-    /// The beginning without tokens of each version of the weights.
+    /// The id of the empty prefix of each weight version.
     starts: BTreeMap<u64, u64>,
 }
 
-/// The content of a full block. A beginning is a number that no other one had.
+/// The content of a full block: its tokens, and the id of the prefix before them. Each prefix, with
+/// its weight version, has an id of its own.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct BlockKey {
-    /// The beginning before the block.
+    /// The id of the prefix before the block.
     beginning: u64,
     tokens: [u32; BLOCK],
 }
@@ -36,7 +37,7 @@ struct BlockKey {
 #[derive(Clone, Copy, Debug)]
 struct BlockContent {
     key: BlockKey,
-    /// The beginning that ends with the block.
+    /// The id of the prefix that ends with the block.
     end: u64,
 }
 
@@ -60,7 +61,7 @@ impl BlockPool {
         }
     }
 
-    /// Returns the number of blocks that can be taken.
+    /// Returns the number of blocks that no sequence uses.
     pub(super) fn available(&self) -> usize {
         self.empty.len() + self.unused.len()
     }
@@ -70,7 +71,8 @@ impl BlockPool {
         self.blocks.len() - self.available()
     }
 
-    /// Takes a block for new content. The content that was not used for the longest time goes.
+    /// Takes a block for new content. If no block is empty, drops the content that was unused for
+    /// the longest time. `None` if all blocks are in use.
     pub(super) fn take(&mut self) -> Option<u32> {
         let taken = match self.empty.pop() {
             Some(block) => block,
@@ -86,7 +88,8 @@ impl BlockPool {
         Some(taken)
     }
 
-    /// Returns the beginning without tokens of a version of the weights: versions share no blocks.
+    /// Returns the id of the empty prefix of a weight version. Versions have different ids, so they
+    /// share no blocks.
     pub(super) fn start(&mut self, version: u64) -> u64 {
         *self.starts.entry(version).or_insert_with(|| {
             self.beginnings += 1;
@@ -94,13 +97,13 @@ impl BlockPool {
         })
     }
 
-    /// Shares the blocks that a version of the weights has filled with no later sequence.
+    /// Forgets the empty prefix of a weight version, so that no later sequence shares its blocks.
     pub(super) fn forget(&mut self, version: u64) {
         self.starts.remove(&version);
     }
 
-    /// Uses the block with these tokens after a beginning, if there is one. Returns it and the
-    /// beginning that ends with it.
+    /// Finds and uses the full block with `tokens` after the prefix `beginning`. Returns the block,
+    /// and the id of the prefix that ends with it. `None` if no block has this content.
     pub(super) fn share(&mut self, beginning: u64, tokens: &[u32]) -> Option<(u32, u64)> {
         let tokens: [u32; BLOCK] = tokens.try_into().ok()?;
         let block = *self.known.get(&BlockKey { beginning, tokens })?;
@@ -110,8 +113,8 @@ impl BlockPool {
         found.content.map(|content| (block, content.end))
     }
 
-    /// Says that a block is full of these tokens after a beginning. Returns the beginning that ends
-    /// with them.
+    /// Records that a block is full of `tokens` after the prefix `beginning`. Returns the id of the
+    /// prefix that ends with the block.
     pub(super) fn fill(&mut self, block: u32, beginning: u64, tokens: &[u32]) -> u64 {
         let Ok(tokens) = <[u32; BLOCK]>::try_from(tokens) else {
             return beginning;
@@ -133,7 +136,8 @@ impl BlockPool {
         self.beginnings
     }
 
-    /// Gives a block back. Its content stays known until the block is taken.
+    /// Ends one sequence's use of a block. The content of a full block stays known until
+    /// [`take`](Self::take) reuses the block.
     pub(super) fn release(&mut self, block: u32) {
         self.time += 1;
         let found = &mut self.blocks[block as usize];
@@ -151,8 +155,8 @@ impl BlockPool {
 }
 
 impl Scheduler {
-    /// Takes a block for a sequence. If there is none, the sequence that came last gives up its
-    /// place: `None` if it is this one.
+    /// Takes a block for the sequence `id`. If none is free, the sequence that arrived last gives
+    /// up its slot and blocks. Returns `None` if that is the sequence `id` itself.
     pub(super) fn take_block(&mut self, id: u64) -> Option<u32> {
         loop {
             if let Some(block) = self.blocks.take() {
@@ -172,7 +176,7 @@ impl Scheduler {
         }
     }
 
-    /// Makes the full blocks of a sequence known, as far as its tokens are.
+    /// Records the content of a sequence's full blocks, as far as its tokens are known.
     pub(super) fn fill(&mut self, id: u64) {
         let Some(sequence) = self.sequences.get_mut(&id) else {
             return;

@@ -32,78 +32,78 @@ use crate::request::{Finish, Logprobs, ReplyEvent, ReplyToken, TextRequest};
 use blocks::BlockPool;
 use versions::ActiveVersions;
 
-/// Largest number of passes of a lane that are not known to have ended. With two, the next one
-/// waits for no decision.
+/// Largest number of open passes in a lane. With two, the stages have the next pass before the
+/// first one ends.
 const AHEAD: usize = 2;
 
 /// The sizes of a scheduler.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SchedulerSizes {
-    /// Number of lanes: that of the stages.
+    /// Number of lanes, usually the number of stages.
     pub lanes: usize,
-    /// Number of sequences at a time; at least one for each lane.
+    /// Number of sequences that have slots at the same time. At least one for each lane.
     pub sequences: usize,
-    /// Number of blocks for keys and values.
+    /// Number of blocks in the key/value cache.
     pub blocks: usize,
-    /// Maximum number of tokens of a pass that has tokens of prompts.
+    /// Maximum number of tokens in a pass.
     pub chunk: usize,
-    /// Maximum number of tokens of a sequence; there are blocks for as many.
+    /// Maximum number of tokens in a sequence. There must be blocks for one such sequence.
     pub positions: usize,
 }
 
-/// A pass to be computed.
+/// A pass to compute, and its lane.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Decision {
-    /// The lane of the pass: it continues from the last tokens chosen in this lane.
+    /// The lane of the pass. Its sequences continue after the last tokens chosen in this lane.
     pub lane: u32,
-    /// The tokens that it computes.
+    /// The tokens to compute.
     pub pass: InferencePass,
 }
 
-/// Counts since the start, and the present state.
+/// Counts since the start of the scheduler, and its present state.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct SchedulerCounts {
-    /// Number of sequences that have places.
+    /// Number of sequences that have slots.
     pub running: usize,
-    /// Number of requests that wait for a place.
+    /// Number of requests that wait for a slot.
     pub waiting: usize,
     /// Number of blocks that sequences use.
     pub blocks_used: usize,
-    /// Number of tokens of prompts that were computed.
+    /// Total number of prompt tokens that were computed.
     pub prompt_tokens: u64,
-    /// Number of tokens of prompts that were known already.
+    /// Total number of prompt tokens whose keys and values were found in shared blocks.
     pub known_tokens: u64,
-    /// Number of tokens that were sent to clients.
+    /// Total number of tokens that were sent to clients.
     pub generated_tokens: u64,
-    /// Number of tokens that were chosen after the end of a text, or for a sequence that had to
-    /// give up its place.
+    /// Total number of chosen tokens that were dropped: after the end of a reply, or for a sequence
+    /// that lost its slot.
     pub surplus_tokens: u64,
-    /// Number of times that a sequence had to give up its place.
+    /// Total number of times that a sequence lost its slot for lack of blocks.
     pub preemptions: u64,
 }
 
-/// Decides which sequences are computed when.
+/// Decides which tokens of which sequences each pass computes.
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     sizes: SchedulerSizes,
     sequences: BTreeMap<u64, Sequence>,
-    /// The ids of the sequences without a place, in order.
+    /// The ids of the sequences without a slot, the next one first.
     waiting: VecDeque<u64>,
     lanes: Vec<Lane>,
-    /// The lane of the next decision.
+    /// The lane that is tried first at the next decision.
     next: usize,
-    /// The passes that have not ended.
+    /// The passes that have been decided and have not ended, the oldest first.
     open: VecDeque<OpenPass>,
     blocks: BlockPool,
     counts: SchedulerCounts,
     versions: ActiveVersions,
-    /// True if only sequences that have begun get places.
+    /// True if no new sequence gets a slot, only one that has already begun.
     is_closed: bool,
-    /// Number of words of the chunks of a pass at most.
+    /// Largest number of words of all chunks in a pass.
     words: usize,
 }
 
-/// A pass that has not ended.
+/// A pass that has been decided and has not ended.
 #[derive(Clone, Debug)]
 struct OpenPass {
     lane: usize,
@@ -111,87 +111,89 @@ struct OpenPass {
     members: Vec<PassMember>,
 }
 
-/// A sequence of a pass.
+/// A sequence in an open pass.
 #[derive(Clone, Copy, Debug)]
 struct PassMember {
     id: u64,
-    /// Number of its starts.
+    /// Value of [`Sequence::starts`] when the pass was decided.
     starts: u64,
     slot: usize,
-    /// True if a token is chosen for it.
+    /// True if the pass chooses a token for the sequence.
     samples: bool,
 }
 
 #[derive(Clone, Debug)]
 struct Lane {
-    /// The sequence in each place. The places of lane `i` of `n` are `i`, `i + n`, ….
+    /// The id of the sequence in each of the lane's slots. Lane `i` of `n` has the slots `i`, `i +
+    /// n`, ….
     places: Vec<Option<u64>>,
     open: usize,
-    /// The version of the last pass.
+    /// The weight version of the lane's last pass.
     version: u64,
-    /// Number of passes of the newest version so far, and of the older one; also empty ones.
+    /// Number of times that sequences were ordered for a pass: of the newest version, and of the
+    /// older one.
     turns: [usize; 2],
 }
 
 #[derive(Clone, Debug)]
 struct Sequence {
     request: TextRequest,
-    /// The tokens that are known: those of the prompt and of the text.
+    /// The tokens that are known so far: the prompt and the chosen tokens.
     tokens: Vec<u32>,
-    /// Number of times that it got a place.
+    /// Number of times that the sequence got a slot.
     starts: u64,
-    /// The version of the weights that computes it, once it has begun.
+    /// The weight version that computes the sequence. `None` before it has begun.
     version: Option<u64>,
     place: Option<SequencePlace>,
-    /// True if a pass with this sequence and others has failed, and none of its own has ended
-    /// since.
+    /// True if a pass with this and other sequences has failed, and no token has been chosen for
+    /// this sequence since.
     is_suspect: bool,
 }
 
-/// The next tokens of a sequence.
+/// The next tokens to compute of a sequence.
 enum NextChunk {
     Chunk(PassChunk),
-    /// No token is to be computed before an open pass ends.
+    /// No token can be computed until an open pass ends.
     Nothing,
-    /// The pass has no room for a token, or there is no block for it.
+    /// The pass has no room for a token, or the cache has no block for it.
     NoRoom,
 }
 
-/// The room that a pass has left.
+/// The tokens and words that still fit into a pass.
 #[derive(Clone, Copy, Debug)]
 struct PassRoom {
     tokens: usize,
     words: usize,
 }
 
-/// The state of a sequence that has a place.
+/// The state of a sequence that has a slot.
 #[derive(Clone, Debug)]
 struct SequencePlace {
     lane: usize,
     slot: usize,
-    /// Number of tokens that were known when the sequence got its place. Passes are given these,
-    /// and choose the later ones.
+    /// Number of tokens that were known when the sequence got its slot. Passes are given these
+    /// tokens; later ones are known to the stages that chose them.
     given: usize,
-    /// Number of tokens in decided passes.
+    /// Number of tokens in passes that have been decided.
     computed: usize,
-    /// Number of tokens that decided passes choose, and that are not known yet.
+    /// Number of tokens that open passes will choose.
     open: usize,
     blocks: Vec<u32>,
-    /// True if a pass has told the stages of it.
+    /// True if a decided pass contains the sequence, so that the stages know it.
     has_begun: bool,
     filled: FilledBlocks,
 }
 
-/// The full blocks of a sequence that are known to others.
+/// The full blocks of a sequence whose content other sequences can share.
 #[derive(Clone, Copy, Debug)]
 struct FilledBlocks {
     count: usize,
-    /// The beginning that they are.
+    /// The id of the prefix in these blocks.
     beginning: u64,
 }
 
 impl Sequence {
-    /// Returns the number of tokens, with those that are not known yet.
+    /// Returns the number of tokens, including those that open passes will choose.
     fn len(&self) -> usize {
         self.tokens.len() + self.place.as_ref().map_or(0, |place| place.open)
     }
@@ -200,7 +202,8 @@ impl Sequence {
         self.len() - self.request.prompt.len()
     }
 
-    /// Returns the next chunk of the sequence in its place, without tokens and blocks.
+    /// Returns the next chunk of the sequence, which has the place `place`. The caller fills in the
+    /// chunk's `given`, `samples` and `blocks`.
     fn head(&self, place: &SequencePlace) -> PassChunk {
         let begin = NewSequence {
             sampling: self.request.sampling,
@@ -223,8 +226,8 @@ impl Scheduler {
     ///
     /// # Panics
     ///
-    /// If there is no lane, no place for each lane, no token for a chunk, or not as many blocks as
-    /// a sequence may need.
+    /// If there is no lane, or fewer sequences than lanes. If `chunk` is 0, or `positions` is less
+    /// than 2. If one sequence can need more blocks than there are.
     pub fn new(sizes: SchedulerSizes) -> Self {
         let SchedulerSizes {
             lanes,
@@ -265,17 +268,17 @@ impl Scheduler {
         }
     }
 
-    /// Sets the number of tokens that a pass computes at most.
+    /// Sets the maximum number of tokens in a pass.
     ///
     /// # Panics
     ///
-    /// If it is zero.
+    /// If `tokens` is zero.
     pub fn set_chunk(&mut self, tokens: usize) {
         assert!(tokens > 0, "a pass without tokens");
         self.sizes.chunk = tokens.min(MOST_TOKENS);
     }
 
-    /// Returns the counts.
+    /// Returns the counts since the start, and the present numbers.
     pub fn counts(&self) -> SchedulerCounts {
         let running = self.sequences.len() - self.waiting.len();
         SchedulerCounts {
@@ -291,13 +294,13 @@ impl Scheduler {
         self.open.len()
     }
 
-    /// True if there are no requests.
+    /// True if there are no sequences.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty()
     }
 
-    /// Takes a request. `id` is a number that no other one has. The prompt has at least one token,
-    /// and fewer than there are positions.
+    /// Adds a request. Its `id` must differ from all others. The prompt must have at least one
+    /// token, and fewer than the maximum of a sequence.
     pub fn arrive(&mut self, id: u64, request: TextRequest) {
         let tokens = request.prompt.clone();
         let sequence = Sequence {
@@ -312,16 +315,16 @@ impl Scheduler {
         self.waiting.push_back(id);
     }
 
-    /// Forgets the sequence `id`, which has ended or has lost its client. Does nothing if there is
-    /// none.
+    /// Removes the sequence `id`, which has ended or has lost its client. Does nothing if there is
+    /// no such sequence.
     pub fn leave(&mut self, id: u64) {
         self.give_up_place(id);
         self.sequences.remove(&id);
         self.waiting.retain(|other| *other != id);
     }
 
-    /// Forgets all places, blocks and open passes: the stages have lost their state. All sequences
-    /// are computed again.
+    /// Forgets all slots, blocks and open passes, since the stages have lost their state. All
+    /// sequences are computed again.
     pub fn restart(&mut self) {
         let mut running: Vec<u64> = self.sequences.keys().copied().collect();
         running.retain(|id| self.sequences[id].place.is_some());
@@ -337,8 +340,8 @@ impl Scheduler {
         self.blocks = BlockPool::new(self.sizes.blocks);
     }
 
-    /// Decides on the next pass. `None` if no lane has something to compute, before an open pass
-    /// ends or a request arrives.
+    /// Decides on the next pass. `None` if nothing can be computed until an open pass ends or a
+    /// request arrives.
     pub fn decide(&mut self) -> Option<Decision> {
         for _ in 0..self.sizes.lanes {
             let lane = self.next;
@@ -368,8 +371,8 @@ impl Scheduler {
         None
     }
 
-    /// Takes the choices of the oldest open pass, by place. Returns (sequence, event for its
-    /// client).
+    /// Ends the oldest open pass. `choices` has an entry for each slot. Returns pairs of a
+    /// sequence's id and an event for its client.
     pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, ReplyEvent)> {
         let Some(OpenPass { lane, members, .. }) = self.open.pop_front() else {
             return Vec::new();
@@ -386,9 +389,12 @@ impl Scheduler {
         events
     }
 
-    /// Takes the failure of the oldest open pass. Returns its sequence if it had only one: it has
-    /// ended. Several are computed again, each alone. The stages have lost their state: all
-    /// sequences are computed again, as after [`restart`](Self::restart).
+    /// Handles the failure of the oldest open pass. If it had a single sequence, removes the
+    /// sequence and returns its id. Otherwise each of its sequences is later computed in a pass of
+    /// its own.
+    ///
+    /// The stages have lost their state, so all sequences are computed again, as after
+    /// [`restart`](Self::restart).
     pub fn fail(&mut self) -> Option<u64> {
         let members = self
             .open
@@ -414,13 +420,13 @@ impl Scheduler {
         }
     }
 
-    /// True if a sequence has not ended, nor given up its place, since a pass was decided.
+    /// True if a sequence has not ended or lost its slot since the pass of this member was decided.
     fn is_current(&self, PassMember { id, starts, .. }: PassMember) -> bool {
         let sequence = self.sequences.get(&id);
         sequence.is_some_and(|one| one.starts == starts && one.place.is_some())
     }
 
-    /// Adds a token to a sequence.
+    /// Appends a chosen token to a sequence. Returns the events for its client.
     fn choose(&mut self, id: u64, choice: Option<Choice>) -> Vec<(u64, ReplyEvent)> {
         let Some(sequence) = self.sequences.get_mut(&id) else {
             return Vec::new();
@@ -485,7 +491,7 @@ impl Scheduler {
         }
     }
 
-    /// Gives places of a lane to sequences that wait.
+    /// Gives free slots of a lane to waiting sequences.
     fn admit(&mut self, lane: usize) {
         let count = |lane: &Lane| lane.places.iter().flatten().count();
         while let Some(id) = self.waiting.front().copied() {
@@ -515,7 +521,8 @@ impl Scheduler {
         }
     }
 
-    /// Gives a place to a sequence, with the blocks of its beginning that are known.
+    /// Gives a slot to a sequence, and shares the blocks that already contain the start of its
+    /// prompt.
     fn start(&mut self, id: u64, lane: usize, slot: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else {
             return;
@@ -559,8 +566,8 @@ impl Scheduler {
         });
     }
 
-    /// Returns the next pass of a lane with a version, and its sequences: one token of each text,
-    /// then prompts as far as there is room.
+    /// Decides on a pass of a lane with one weight version. Returns the pass and its sequences: one
+    /// token for each reply, then tokens of prompts while they fit.
     fn pass_of(&mut self, lane: usize, version: u64) -> (InferencePass, Vec<PassMember>) {
         let ids = self.in_turn(lane, version);
         let mut room = PassRoom {
@@ -618,8 +625,9 @@ impl Scheduler {
         (pass, members)
     }
 
-    /// Returns the sequences of a lane with a version in the order in which its next pass computes
-    /// them: suspects first, then texts, then prompts. Counts the turn.
+    /// Returns a lane's sequences of one weight version in the order of its next pass. Suspects
+    /// come first, then sequences that generate, then those with prompts to compute. Rotates the
+    /// order at each call.
     fn in_turn(&mut self, lane: usize, version: u64) -> Vec<u64> {
         let ids = self.lanes[lane].places.iter().flatten().copied();
         let mut ids: Vec<u64> = ids
@@ -647,7 +655,7 @@ impl Scheduler {
         suspects
     }
 
-    /// Decides on the next tokens of a sequence, for a pass with this room.
+    /// Decides on the next tokens of a sequence, within the `room` left in a pass.
     fn next(&mut self, id: u64, room: PassRoom) -> NextChunk {
         let Some(sequence) = self.sequences.get(&id) else {
             return NextChunk::Nothing;
@@ -698,8 +706,8 @@ impl Scheduler {
         })
     }
 
-    /// Takes blocks for a sequence until it has this number. Returns false if there are not as
-    /// many: the sequence has given up its place.
+    /// Takes blocks for a sequence until it has `blocks` of them. Returns false if there are not
+    /// enough: then the sequence has lost its slot.
     fn grow(&mut self, id: u64, blocks: usize) -> bool {
         loop {
             let Some(sequence) = self.sequences.get(&id) else {

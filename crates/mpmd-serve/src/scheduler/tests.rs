@@ -7,39 +7,39 @@ use mpmd_models::Sampling;
 
 use super::*;
 
-/// Number of tokens of the toy's vocabulary.
+/// Number of tokens in the toy model's vocabulary.
 const VOCABULARY: u64 = 11;
-/// A token with which the toy's pass fails.
+/// A token with which every pass of the toy model fails.
 const POISON: u32 = 77;
-/// A token after which the toy can choose no token.
+/// A token after which the toy model has no finite logits.
 const NOT_FINITE: u32 = 78;
 
-/// Mixes a token into the hash of those before it.
+/// Returns the hash of a sequence continued by a token. `hash` is the hash of the tokens before.
 fn mixed(hash: u64, token: u32) -> u64 {
     let x = (hash ^ (u64::from(token) + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x ^ (x >> 29)
 }
 
-/// Returns the token that a version of the weights chooses.
+/// Returns the token that a weight version chooses after tokens with this hash.
 fn next_token(hash: u64, version: u64) -> u32 {
     (mixed(hash, version as u32) >> 7)
         .checked_rem(VOCABULARY)
         .unwrap_or(0) as u32
 }
 
-/// A model of which the next token depends on all before it. Its cache has the hash of the tokens
-/// up to each position, and the version that has computed it; what a pass needs is checked.
+/// A toy model whose next token depends on all earlier tokens. For each position its cache has the
+/// hash of the tokens up to there, and the version that computed it. Checks what a pass reads.
 struct Toy {
     cache: Vec<[Option<(u64, u64)>; BLOCK]>,
-    /// The last chosen token of each place.
+    /// The last chosen token of each slot.
     last: Vec<u32>,
-    /// The tokens of each place since its sequence began.
+    /// The settings of the sequence in each slot.
     begun: Vec<Option<NewSequence>>,
-    /// The places of sequences for which no token can be chosen.
+    /// The slots of sequences for which no token can be chosen any more.
     unchosen: BTreeSet<usize>,
 }
 
-/// A pass of the toy has failed. Nothing says by which of its sequences.
+/// Error: a pass of the toy model has failed, without saying because of which sequence.
 #[derive(Debug)]
 struct PassFailed;
 
@@ -53,7 +53,7 @@ impl Toy {
         }
     }
 
-    /// Computes a pass that does not fail.
+    /// Computes a pass that must not fail.
     fn run(&mut self, pass: &InferencePass) -> Vec<Option<Choice>> {
         self.try_run(pass).expect("a pass without poison")
     }
@@ -139,8 +139,8 @@ impl Toy {
     }
 }
 
-/// Returns the events that a request gets, computed alone: by each version from this number of new
-/// tokens on.
+/// Returns the events of a request that is computed alone. `versions` has pairs: a number of new
+/// tokens, and the version that computes from then on.
 fn alone(request: &TextRequest, positions: usize, versions: &[(usize, u64)]) -> Vec<ReplyEvent> {
     let mut tokens = request.prompt.clone();
     let mut events = Vec::new();
@@ -172,29 +172,31 @@ fn alone(request: &TextRequest, positions: usize, versions: &[(usize, u64)]) -> 
     }
 }
 
-/// A job of random requests, in which clients leave, stages are lost and versions begin.
+/// A simulated job with random requests, in which clients leave, stages are lost and versions
+/// begin.
 struct World {
     random: Rng,
     sizes: SchedulerSizes,
     scheduler: Scheduler,
     toy: Toy,
-    /// Decided passes whose results the scheduler does not have.
+    /// Decided passes that have not been computed.
     passes: VecDeque<InferencePass>,
     requests: BTreeMap<u64, TextRequest>,
     events: BTreeMap<u64, Vec<ReplyEvent>>,
     left: Vec<u64>,
-    /// The requests that a failed pass has ended.
+    /// The requests that ended by the failure of their pass.
     failed: Vec<u64>,
-    /// Number of passes that have failed with several sequences.
+    /// Number of failed passes that had several sequences.
     shared_failures: usize,
-    /// Number of passes of one sequence that have failed by chance.
+    /// Number of passes of one sequence that failed by chance, not by the sequence.
     by_chance: usize,
-    /// The versions of each request that has begun, each from this number of new tokens on.
+    /// For each request that has begun, pairs: a number of new tokens, and the version that
+    /// computes from then on.
     versions: BTreeMap<u64, Vec<(usize, u64)>>,
-    /// The versions that the stages have, the newest last.
+    /// The versions that the stages hold, the newest last.
     known: Vec<u64>,
     upgraded: usize,
-    /// True if no further request may begin.
+    /// True if no new request may begin.
     is_closed: bool,
 }
 
@@ -286,7 +288,7 @@ impl World {
         self.requests.insert(id, request);
     }
 
-    /// Takes the result of the oldest pass.
+    /// Computes the oldest pass, and gives its choices to the scheduler.
     fn end_pass(&mut self) {
         let Some(pass) = self.passes.pop_front() else {
             return;
@@ -304,7 +306,7 @@ impl World {
         }
     }
 
-    /// Has the oldest pass, which this one was, fail as a whole.
+    /// Tells the scheduler that the oldest pass failed. `pass` is that pass.
     fn fail(&mut self, pass: &InferencePass) {
         let ended = self.scheduler.fail();
         if let Some(id) = ended {
@@ -350,7 +352,8 @@ impl World {
         true
     }
 
-    /// Begins a version, upgrades or retires one, closes the scheduler or opens it.
+    /// Changes versions or the scheduler at random: begins, upgrades or retires a version, or
+    /// closes or opens the scheduler.
     fn change_version(&mut self) {
         match self.draw(8) {
             0..=1 if self.known.len() == 1 => {
@@ -431,8 +434,8 @@ impl World {
         }
     }
 
-    /// Returns the counts, and the numbers of upgraded requests and of failures of several requests
-    /// at a time.
+    /// Runs a random job to its end. Returns the scheduler's counts, the number of upgraded
+    /// requests, and the number of failed passes with several sequences.
     fn run(random: Rng) -> (SchedulerCounts, [usize; 2]) {
         let mut world = Self::new(random);
         (0..400).for_each(|_| world.step());

@@ -2,18 +2,18 @@
 
 use super::Scheduler;
 
-/// The versions in use: at most two.
+/// The weight versions in use: at most two.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ActiveVersions {
-    /// That of sequences that begin.
+    /// The version of sequences that begin from now on.
     pub(super) newest: u64,
-    /// The one before, until it has retired.
+    /// The version before the newest, until it has retired.
     pub(super) old: Option<u64>,
 }
 
 impl ActiveVersions {
-    /// Returns the versions in the order in which a lane tries them: `last` is that of its last
-    /// pass.
+    /// Returns the versions in the order in which a lane tries them. `last` is the version of the
+    /// lane's last pass, and comes second.
     pub(super) fn after(self, last: u64) -> impl Iterator<Item = u64> {
         let newest = Some(self.newest);
         let old = self.old;
@@ -27,12 +27,12 @@ impl ActiveVersions {
 }
 
 impl Scheduler {
-    /// Returns the version of sequences that begin.
+    /// Returns the version of sequences that begin from now on.
     pub fn newest(&self) -> u64 {
         self.versions.newest
     }
 
-    /// Returns the older version, until it has [retired](Self::retired).
+    /// Returns the version before the newest, or `None` after it has [retired](Self::retired).
     pub fn old(&self) -> Option<u64> {
         self.versions.old
     }
@@ -42,7 +42,7 @@ impl Scheduler {
         self.sequences.get(&id)?.version
     }
 
-    /// Returns the number of requests that have begun with a version, and have not ended.
+    /// Returns the number of requests that use a version and have not ended.
     pub fn count(&self, version: u64) -> usize {
         self.sequences
             .values()
@@ -50,11 +50,11 @@ impl Scheduler {
             .count()
     }
 
-    /// Computes sequences that begin from now on by another version.
+    /// Sets the version of sequences that begin from now on.
     ///
     /// # Panics
     ///
-    /// If there is an [older version](Self::old).
+    /// If an [older version](Self::old) is still in use.
     pub fn begin(&mut self, version: u64) {
         if version == self.versions.newest {
             return;
@@ -67,7 +67,8 @@ impl Scheduler {
         self.versions.old = Some(std::mem::replace(&mut self.versions.newest, version));
     }
 
-    /// Returns the older version once no sequence and no open pass uses it. Returns it once.
+    /// Retires the older version once no sequence and no open pass uses it. Returns it at that one
+    /// time, otherwise `None`.
     pub fn retired(&mut self) -> Option<u64> {
         let old = self.versions.old?;
         if self.count(old) > 0 || self.open.iter().any(|pass| pass.version == old) {
@@ -77,8 +78,8 @@ impl Scheduler {
         self.versions.old.take()
     }
 
-    /// Computes the sequences of the older version again on the newest, from their tokens so far.
-    /// Returns them.
+    /// Moves all sequences of the older version to the newest, which computes them again from their
+    /// tokens so far. Returns their ids.
     pub fn upgrade(&mut self) -> Vec<u64> {
         let Some(old) = self.versions.old else {
             return Vec::new();
@@ -102,7 +103,7 @@ impl Scheduler {
         ids
     }
 
-    /// Says if only requests that have begun get places. Others wait.
+    /// Sets whether new sequences must wait. Sequences that have begun still get slots.
     pub fn close(&mut self, is_closed: bool) {
         self.is_closed = is_closed;
     }

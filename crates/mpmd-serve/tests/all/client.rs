@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-/// A deadline that no test reaches.
+/// A time limit that no test reaches.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// A reply.
+/// An HTTP reply.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
@@ -22,13 +22,13 @@ impl Answer {
         serde_json::from_str(&self.body).unwrap_or_else(|why| panic!("{why}: {self:?}"))
     }
 
-    /// Returns the data of the server-sent events.
+    /// Returns the data of each server-sent event.
     pub(crate) fn events(&self) -> Vec<String> {
         let data = |event: &str| event.strip_prefix("data: ").map(str::to_owned);
         self.body.split("\n\n").filter_map(data).collect()
     }
 
-    /// Returns the events but the last, which is `[DONE]`.
+    /// Returns the JSON of each event except the last one, which is `[DONE]`.
     pub(crate) fn chunks(&self) -> Vec<Value> {
         let mut events = self.events();
         assert_eq!(events.pop().as_deref(), Some("[DONE]"));
@@ -44,7 +44,7 @@ impl Answer {
     }
 }
 
-/// Connects with a deadline for all that follows.
+/// Connects, with a time limit for all reads and writes.
 pub(crate) fn connect(address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
@@ -52,7 +52,7 @@ pub(crate) fn connect(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// Writes a request: its first lines, and its body.
+/// Writes a request: its head and its body.
 pub(crate) fn write(stream: &mut TcpStream, head: &str, body: &[u8]) {
     let length = body.len();
     let head = format!("{head}Content-Length: {length}\r\nConnection: close\r\n\r\n");
@@ -60,7 +60,7 @@ pub(crate) fn write(stream: &mut TcpStream, head: &str, body: &[u8]) {
     _ = stream.write_all(&[head.as_bytes(), body].concat());
 }
 
-/// Sends a request and waits for the reply.
+/// Sends a request, and waits for the whole reply.
 pub(crate) fn send(address: SocketAddr, head: &str, body: &[u8]) -> Answer {
     let mut stream = connect(address);
     write(&mut stream, head, body);
@@ -93,14 +93,14 @@ pub(crate) fn read(stream: TcpStream) -> Answer {
     }
 }
 
-/// Reads the lines before the body.
+/// Reads the head of a reply.
 pub(crate) fn read_head(from: &mut BufReader<TcpStream>) -> String {
     let mut head = String::new();
     while from.read_line(&mut head).unwrap_or(0) > 2 {}
     head.replace("\r\n", "\n")
 }
 
-/// Reads a part of the body. `None` at its end.
+/// Reads one chunk of the body. `None` after the last one.
 pub(crate) fn read_chunk(from: &mut BufReader<TcpStream>) -> Option<Vec<u8>> {
     let mut line = String::new();
     from.read_line(&mut line).unwrap();

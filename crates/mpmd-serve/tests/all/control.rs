@@ -18,7 +18,7 @@ const ENDPOINTS: [&str; 4] = [
     "/load_weights",
 ];
 
-/// Returns a file with a key.
+/// Creates a temporary file with a key.
 pub(crate) fn key_file(key: &str) -> NamedTempFile {
     let file = NamedTempFile::new().unwrap();
     std::fs::write(file.path(), key).unwrap();
@@ -168,7 +168,7 @@ fn labels_name_the_weights_of_later_answers() {
     }
 }
 
-/// Returns the message with which the weights of a folder are refused.
+/// Returns the error message with which the server refuses to load the folder `path`.
 fn refusal(server: &Server, path: &Path) -> Value {
     let body = json!({ "path": path }).to_string();
     let answer = post(server, "/load_weights", "control", &body);

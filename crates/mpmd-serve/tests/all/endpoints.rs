@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::server::{Act, POSITIONS, Server, greedy};
 
-/// Removes what differs from reply to reply.
+/// Removes the fields that differ between equal replies, such as the id.
 fn comparable(mut reply: Value) -> Value {
     for (key, prefix) in [("id", "c"), ("created", "")] {
         let removed = reply.as_object_mut().unwrap().remove(key).unwrap();

@@ -18,7 +18,7 @@ use serde::Deserialize;
 
 use crate::folder::{path, with_poisoned_token};
 
-/// The prompt of a folder, and what `transformers` says.
+/// The prompt of a model folder, and the results of `transformers`.
 #[derive(Deserialize)]
 pub(crate) struct Expected {
     pub(crate) prompt: Vec<u32>,
@@ -48,7 +48,7 @@ fn request(prompt: &[u32], max_tokens: usize, seed: Option<u64>) -> TextRequest 
     }
 }
 
-/// Returns the tokens of a request.
+/// Returns all tokens of a reply.
 fn tokens(mut stream: ReplyStream) -> Vec<u32> {
     let mut tokens = Vec::new();
     while let Some(event) = block_on(stream.next()) {
@@ -61,7 +61,7 @@ fn tokens(mut stream: ReplyStream) -> Vec<u32> {
     tokens
 }
 
-/// Serves a model of the tests over stages of so many devices, while `clients` runs.
+/// Serves a test model over stages with these numbers of devices, while `clients` runs.
 fn serve(
     name: &str,
     devices: &[usize],
@@ -71,7 +71,7 @@ fn serve(
     serve_folder(&path(name), devices, sizes, |queue, _| clients(queue));
 }
 
-/// Serves the model of a folder over stages of so many devices, while `clients` runs.
+/// Serves a folder over stages with these numbers of devices, while `clients` runs.
 fn serve_folder(
     folder: &Path,
     devices: &[usize],
@@ -124,7 +124,7 @@ fn serve_folder(
     });
 }
 
-/// Ends a server when it is dropped, also by a failed assertion.
+/// Drains a server when dropped, also after a failed assertion.
 pub(crate) struct Drain<'a>(pub(crate) &'a RequestQueue);
 
 impl Drop for Drain<'_> {

@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Returns the path of a folder of this name.
+/// Returns the path of the test folder `name`.
 pub(crate) fn path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../mpmd-models/tests/folders")
         .join(name)
 }
 
-/// Copies the files of a folder.
+/// Copies the test folder `name` to a temporary folder.
 pub(crate) fn copied(name: &str) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in fs::read_dir(path(name))
@@ -25,7 +25,7 @@ pub(crate) fn copied(name: &str) -> TempDir {
     folder
 }
 
-/// Copies a folder, and fills the embedding's row of a token with NaN.
+/// Copies a folder, and sets a token's row of the embedding to NaN.
 pub(crate) fn with_poisoned_token(name: &str, token: u32) -> TempDir {
     let folder = copied(name);
     let weights = folder.path().join("model.safetensors");

@@ -10,7 +10,7 @@ use crate::server::{Act, Server, settings};
 
 const GUIDE: &str = include_str!("../../../../docs/guide/serve.md");
 
-/// Returns the words in code style in the first column of a section's table.
+/// Returns the words in code style in the first column of the table in a section of the guide.
 fn first_column(section: &str) -> BTreeSet<&'static str> {
     let text = GUIDE.split(&format!("\n## {section}\n")).nth(1).unwrap();
     let text = text.split("\n## ").next().unwrap();

@@ -11,7 +11,7 @@ use serde_json::json;
 use crate::client::{LONG, connect, read, read_chunk, read_head, write};
 use crate::server::{Act, Server, settings};
 
-/// Waits until a condition holds.
+/// Waits until `holds` returns true. Panics with `what` after a time limit.
 fn until(what: &str, holds: impl Fn() -> bool) {
     let start = Instant::now();
     while !holds() {
@@ -71,7 +71,7 @@ fn client_that_leaves_unread_bytes_is_noticed() {
     );
 }
 
-/// Writes a request on a connection that is kept, and more bytes behind it.
+/// Writes a request on a connection that stays open, followed by the bytes `more`.
 fn write_on(stream: &mut TcpStream, body: &serde_json::Value, more: &str) {
     let body = body.to_string();
     let head = format!("{COMPLETIONS}Content-Length: {}\r\n\r\n", body.len());

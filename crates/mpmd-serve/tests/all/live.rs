@@ -72,7 +72,7 @@ struct Both {
     training: Stages,
     devices: Vec<usize>,
     sizes: SchedulerSizes,
-    /// The type of the weights of the server.
+    /// True if the server holds its matrices in bf16, false if in f32.
     in_half: bool,
 }
 
@@ -138,7 +138,7 @@ impl Both {
         });
     }
 
-    /// Begins the publication of a pipeline and the subscription of an inference.
+    /// Publishes the weights of a pipeline, and subscribes an inference to them.
     fn connect(
         &self,
         p: &mut Program,
@@ -161,7 +161,7 @@ impl Both {
     }
 }
 
-/// Returns a microbatch of a step.
+/// Returns the microbatch of a training step.
 fn microbatch(
     p: &mut Program,
     meshes: &[Mesh],
@@ -284,7 +284,7 @@ fn each_version_gives_the_tokens_of_its_checkpoint() {
     );
 }
 
-/// Returns the replies of a folder's weights to the clients, in the same layout.
+/// Returns the replies that clients get from a server of `folder`, in the layout of `both`.
 fn replies_of(folder: &Path, both: &Both, prompt: &[u32]) -> Vec<Reply> {
     let folder = Folder::open(folder).unwrap();
     let serving = Stages::new(&folder, 1, 128)

@@ -9,14 +9,14 @@ use crate::server::{Act, Server};
 
 const WINDOWS: [[u32; 2]; 2] = [[1200, 800], [390, 780]];
 
-/// The text of the last line of the conversation.
+/// JavaScript for the text of the conversation's last line.
 const LAST: &str = "document.querySelector('#log li:last-child')?.textContent ?? ''";
 
 fn page(server: &Server) -> String {
     format!("http://{}/", server.address)
 }
 
-/// Sends a message by the keyboard alone. The page has the focus at the right place.
+/// Types and sends a message without a mouse: the page must have the focus on its input.
 fn say(browser: &mut Chromium, text: &str) {
     browser.write(text);
     browser.key("Enter");

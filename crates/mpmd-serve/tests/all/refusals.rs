@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::client::{Answer, LONG, connect, read, send, write};
 use crate::server::{Act, Server, plain, settings};
 
-/// Checks the status and the form of an error. Returns the field at fault.
+/// Checks the status and the form of an error reply. Returns the field at fault.
 fn param(answer: &Answer, status: u16) -> Option<String> {
     let body = answer.json();
     assert_eq!(answer.status, status, "{body}");

@@ -15,10 +15,10 @@ use tempfile::TempDir;
 
 use crate::client::{Answer, LONG, send};
 
-/// Positions of the model.
+/// Number of positions of the model.
 pub(crate) const POSITIONS: usize = 200;
 
-/// Returns the settings of a front on any free port.
+/// Returns front settings that listen on any free port.
 pub(crate) fn settings() -> FrontSettings {
     FrontSettings {
         port: 0,
@@ -26,20 +26,20 @@ pub(crate) fn settings() -> FrontSettings {
     }
 }
 
-/// The engine's way with a request.
+/// The actions of the fake engine for a request.
 #[derive(Clone)]
 pub(crate) enum Act {
-    /// Sends these tokens, and the end.
+    /// Sends these tokens, then the end with this reason.
     Send(Vec<u32>, Finish),
-    /// Sends the prompt.
+    /// Sends the prompt's tokens back, `max_tokens` of them at most.
     Echo,
-    /// Sends these tokens, and nothing more until the client has left.
+    /// Sends these tokens, then nothing until the client has left.
     Stall(Vec<u32>),
-    /// Sends a token, and fails.
+    /// Sends a token, then fails the request.
     Fail,
-    /// Sends a token, and forgets the request.
+    /// Sends a token, then drops the sender.
     Forget,
-    /// Leaves the request in the waiting line.
+    /// Leaves the request in the queue.
     Ignore,
 }
 
@@ -52,7 +52,7 @@ pub(crate) struct Server {
     _folder: TempDir,
 }
 
-/// Returns the path of a model without a chat template.
+/// Returns the path of a model folder without a chat template.
 pub(crate) fn plain() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders/plain")
 }
@@ -132,7 +132,7 @@ impl Server {
         )
     }
 
-    /// Sets the figures of the engine.
+    /// Sets the figures that the engine reports.
     pub(crate) fn report(&self, figures: EngineFigures) {
         self.arrivals.report(figures);
     }
@@ -141,7 +141,7 @@ impl Server {
         self.front.as_ref().unwrap()
     }
 
-    /// Ends the server. Returns the requests that the engine has seen.
+    /// Ends the server. Returns the requests that the engine got.
     pub(crate) fn end(mut self) -> Vec<TextRequest> {
         self.finish()
     }
@@ -163,7 +163,7 @@ impl Drop for Server {
     }
 }
 
-/// Answers a request. Returns it if it stays open.
+/// Answers a request. Returns it if it should stay open.
 fn answer(mut arrival: RequestArrival, act: Act) -> Option<RequestArrival> {
     let RequestArrival { request, sender } = &mut arrival;
     let token = |id| {
@@ -210,7 +210,7 @@ fn answer(mut arrival: RequestArrival, act: Act) -> Option<RequestArrival> {
     None
 }
 
-/// Returns how a request chooses tokens if it says nothing, with its seed.
+/// Returns the sampling of requests without settings, with this seed.
 pub(crate) fn greedy(seed: u64) -> Sampling {
     Sampling {
         seed,

@@ -29,7 +29,7 @@ const SIZES: SchedulerSizes = SchedulerSizes {
     positions: 800,
 };
 
-/// A server of a model over two processes.
+/// A server of a model over two processes, with its HTTP front.
 struct Live {
     address: SocketAddr,
     queue: RequestQueue,
@@ -115,7 +115,7 @@ impl Live {
         post(self.address, path, body)
     }
 
-    /// Asks for a number of tokens on another thread.
+    /// Requests `count` tokens on another thread.
     fn ask(&self, first: usize, count: usize) -> JoinHandle<Value> {
         let (address, body) = (self.address, body(first, count));
         let before = self.queue.open();
@@ -124,7 +124,7 @@ impl Live {
         client
     }
 
-    /// Returns the number of requests that are being answered.
+    /// Returns the number of requests that are being answered, from the metrics.
     fn running(&self) -> usize {
         let metrics = self.queue.metrics();
         let count = metrics
@@ -133,7 +133,7 @@ impl Live {
         count.unwrap().parse().unwrap()
     }
 
-    /// Returns the number of tokens that clients have got.
+    /// Returns the number of tokens sent to clients, from the metrics.
     fn generated(&self) -> usize {
         let metrics = self.queue.metrics();
         let name = "mpmd_generated_tokens_total ";
@@ -145,7 +145,7 @@ impl Live {
             .unwrap()
     }
 
-    /// Waits until the only request, or all of them, have got some tokens.
+    /// Waits until clients have got more than five further tokens.
     fn until_some_tokens(&self) {
         let before = self.generated();
         self.until("tokens", || self.generated() > before + 5);
