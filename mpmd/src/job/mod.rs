@@ -432,8 +432,8 @@ fn fail_writes_to_full_files() -> anyhow::Result<()> {
         .map(drop)
 }
 
-/// Returns the number of devices for a number of processes, in a job that has lost or gained
-/// processes: see [`RecoveringBuilder::layout`](crate::RecoveringBuilder::layout).
+/// A function from a number of processes to the number of devices with which the program goes on
+/// there: see [`RecoveringBuilder::layout`](crate::RecoveringBuilder::layout).
 pub type Layout = Box<dyn Fn(usize) -> Result<usize, String> + Send + Sync>;
 
 /// Settings of a job that goes on when it loses processes.
