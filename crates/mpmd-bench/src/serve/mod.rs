@@ -254,7 +254,7 @@ fn busy_seconds(target: &ServerTarget) -> BTreeMap<String, f64> {
     stages.collect()
 }
 
-/// Returns the seconds for which this process has computed.
+/// Returns the seconds of CPU time that this process has used.
 fn own_seconds() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
