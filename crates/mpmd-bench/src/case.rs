@@ -153,8 +153,8 @@ pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
     sorted.get(index).copied().unwrap_or(f64::NAN)
 }
 
-/// The printed output: a line of JSON as soon as each case is measured, so that a time limit does
-/// not lose it, or one table at the end.
+/// The printer of the output. It prints a line of JSON as soon as a case is measured, so that a
+/// time limit does not lose it, or one table at the end.
 pub(crate) struct BenchOutput {
     json: bool,
     cases: Vec<Case>,

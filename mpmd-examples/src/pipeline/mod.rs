@@ -24,7 +24,7 @@ use stages::{Products, SquareError, StageWeights};
 const STAGES: usize = 4;
 /// Number of devices of the job: two for each stage.
 pub const DEVICES: usize = 8;
-/// Learning rate with which the figures of [`check`] were computed. It also suits random weights.
+/// Learning rate with which the figures of [`check()`] were computed. It also suits random weights.
 pub const LEARNING_RATE: f64 = 0.04;
 
 /// The sizes, the learning rate and the initial values of a job.

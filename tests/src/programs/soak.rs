@@ -43,9 +43,10 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
 /// of awaited arrays are compared. The others are dropped: as a handle or as a future, at once,
 /// later, or after some polls. Objects are made, changed and dropped meanwhile.
 ///
-/// After a fifth of the transfers and half of the seconds, and at the end, prints the memory in
-/// use, mapped by pools, and resident, and the numbers of open files and threads. At the end, also
-/// prints the number of arrays that were checked on this process and on all processes.
+/// Prints the use of memory, open files and threads: once after a fifth of the transfers and half
+/// of the seconds, and once at the end. Memory is the bytes in use, mapped by pools, and resident.
+/// At the end, also prints the number of arrays that were checked on this process and on all
+/// processes.
 pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number = |text: &&str| {
         text.parse::<usize>()

@@ -11,7 +11,7 @@ use crate::files::read;
 /// The location of the crate `mpmd`.
 #[derive(Debug)]
 pub(super) enum Dependency {
-    /// The absolute path of the crate's folder, and that of its workspace.
+    /// A local clone: the absolute paths of the crate's folder, and of the workspace's folder.
     Clone { package: String, clone: PathBuf },
     /// The address of a git repository.
     Git(String),

@@ -171,7 +171,8 @@ pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<Schedul
     ScheduleText::parse(&text, flavour).with_context(|| here.to_string())
 }
 
-/// Checks that the requested ranks, microbatches and chunks equal those of a file.
+/// Checks the requested numbers of ranks, microbatches and chunks against the numbers in a
+/// schedule's file.
 pub(crate) fn check_numbers(
     path: &Path,
     asked: [Option<usize>; 3],
