@@ -245,8 +245,7 @@ api! {
     }
 }
 
-/// Removes the opened memory of a device from the table when the device's context ends. Does not
-/// unmap it.
+/// Removes the opened memory of a device from the table, when the device's context ends.
 pub(crate) fn end_all(device: u32) {
     OPEN.lock().retain(|(_, opened_by), _| *opened_by != device);
 }
