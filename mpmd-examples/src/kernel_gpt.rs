@@ -24,30 +24,30 @@ use mpmd::prelude::*;
 
 use crate::transformer::{BYTES, ModelSizes};
 
-/// Number added to a row's variance.
+/// Epsilon of the layer norms: the number added to a row's variance.
 const EPS: f32 = 1e-5;
 
-/// Some blocks of the model as a stage, with the embedding before the first block. `Out` is
-/// `MpmdArray`, or on the last stage `Loss<MpmdArray>`.
+/// A stage of consecutive transformer blocks; the first stage also has the embedding. `Out` is
+/// `MpmdArray`, or `Loss<MpmdArray>` on the last stage.
 pub struct KernelStage<Out> {
     name: String,
     sizes: ModelSizes,
     blocks: Range<usize>,
     embeds: bool,
     math: Math,
-    /// The dtype of activations, and of the parameters as kernels read them; f32 unless it is set.
+    /// The dtype of activations, and of the parameters inside kernels. The default is f32.
     dtype: OnceLock<DType>,
     out: PhantomData<fn() -> Out>,
 }
 
-/// A stage before the last one.
+/// A stage before the last one, which returns activations.
 pub type FrontStage = KernelStage<MpmdArray>;
-/// The last stage.
+/// The last stage, which returns the loss.
 pub type LastStage = KernelStage<Loss<MpmdArray>>;
 
 impl<Out> KernelStage<Out> {
-    /// Creates the stage of the blocks `blocks`. It has the embedding if `embeds` is set. `math` is
-    /// the precision of products of f32 matrices.
+    /// Creates a stage with the blocks in the range `blocks`, and with the embedding if `embeds` is
+    /// true. `math` is the precision of products of f32 matrices.
     pub fn new(
         name: String,
         sizes: ModelSizes,
@@ -89,7 +89,7 @@ impl<Out> KernelStage<Out> {
         .concat()
     }
 
-    /// Returns the shape of the rows that the stage takes or gives: `[batch, time, width]`.
+    /// Returns the shape of the stage's input or output activations: `[batch, time, width]`.
     fn rows_of(&self, x: &ShapedArray) -> Result<ShapedArray> {
         match x.shape() {
             [batch, time, ..] => Ok(ShapedArray::new(
@@ -100,7 +100,8 @@ impl<Out> KernelStage<Out> {
         }
     }
 
-    /// Returns the work of the stage on a device, for a microbatch of this shape.
+    /// Returns the layers and products for a microbatch of the shape `[batch, time]`. Fails unless
+    /// the device is a CUDA device.
     fn work<'c>(&self, cx: &StageContext<'_, 'c>, tokens: &[usize]) -> Result<KernelWork<'c>> {
         let cuda = cx.cuda().ok_or_else(|| {
             Error::kernel(format!("{} has kernels for CUDA devices alone", self.name))
@@ -132,7 +133,8 @@ impl<Out> KernelStage<Out> {
         })
     }
 
-    /// Returns the shapes of the residuals: those of the embedding, of each block, and of the head.
+    /// Returns the shapes of the residuals: first the embedding's, then each block's, then the
+    /// head's if `head` is true.
     fn residuals(&self, x: &ShapedArray, head: bool) -> Vec<PlacedShape> {
         let rows = x.shape()[0] * x.shape()[1];
         let ModelSizes { width, heads, .. } = self.sizes;
@@ -172,8 +174,8 @@ impl<Out> KernelStage<Out> {
         kept.into_iter().map(PlacedShape::replicated).collect()
     }
 
-    /// Runs the embedding and the blocks. Returns the rows after the last block, which are the last
-    /// of `kept` that it takes.
+    /// Runs the embedding and the blocks, and writes their residuals to the arrays that it takes
+    /// from `kept`. Returns the last of these arrays, the activations after the last block.
     fn run_blocks<'v>(
         &self,
         work: &KernelWork<'_>,
@@ -273,9 +275,9 @@ impl<Out> KernelStage<Out> {
         Ok(rows)
     }
 
-    /// Adds the gradients of the blocks' parameters and of the embedding. `d` is the gradient of
-    /// the rows after the last block, and becomes that of the rows before the first one. `kept` are
-    /// the residuals without those of the head.
+    /// Adds the gradients of the parameters of the blocks and the embedding to `sums`. On entry `d`
+    /// is the gradient of the last block's output; on return it is that of the first block's input.
+    /// `kept` are the residuals without the head's.
     fn run_blocks_backward<'v>(
         &self,
         work: &KernelWork<'_>,
@@ -382,7 +384,7 @@ impl<Out> KernelStage<Out> {
     }
 }
 
-/// The products and layers of a microbatch on one device.
+/// The matrix products and layers for one microbatch on one device.
 struct KernelWork<'a> {
     cuda: Cuda<'a>,
     dtype: DType,
@@ -395,8 +397,8 @@ struct KernelWork<'a> {
 }
 
 impl<'a> KernelWork<'a> {
-    /// Converts the parameters to the dtype that the stage computes in. Returns none if that is
-    /// f32.
+    /// Converts the parameters to the dtype in which the stage computes. Returns an empty map if
+    /// that is f32.
     fn converted(&self, params: &NamedMap<View<'_>>) -> Result<NamedMap<Scratch<'a>>> {
         let mut converted = NamedMap::new();
         for (name, param) in params.iter().filter(|_| self.dtype != DType::F32) {
@@ -420,7 +422,7 @@ impl<'a> KernelWork<'a> {
         Gemm::new(m, n, k).math(self.math)
     }
 
-    /// `y = x wᵀ`, with `w` `[outputs, inputs]`.
+    /// Computes `y = x wᵀ`. The shape of `w` is `[outputs, inputs]`.
     fn times(
         &self,
         x: CudaPart<'_>,
@@ -432,7 +434,7 @@ impl<'a> KernelWork<'a> {
             .gemm(self.gemm(self.rows, outputs, inputs).transpose_b(), x, w, y)
     }
 
-    /// `d_x = d_y w`, with `w` `[outputs, inputs]`.
+    /// Computes `d_x = d_y w`. The shape of `w` is `[outputs, inputs]`.
     fn times_back(
         &self,
         d_y: CudaPart<'_>,
@@ -444,7 +446,7 @@ impl<'a> KernelWork<'a> {
             .gemm(self.gemm(self.rows, inputs, outputs), d_y, w, d_x)
     }
 
-    /// `d_w += d_yᵀ x`, with `d_w` `[outputs, inputs]`.
+    /// Computes `d_w += d_yᵀ x`. The shape of `d_w` is `[outputs, inputs]`.
     fn times_turned(
         &self,
         d_y: CudaPart<'_>,
@@ -469,7 +471,8 @@ impl<'a> KernelWork<'a> {
         self.norm.forward(&self.cuda, x, w, Some(bias), y, pairs)
     }
 
-    /// Adds the gradients of a norm's weights, and that of its input to `d_x`.
+    /// Adds the gradients of a norm's parameters to `d_weight` and `d_bias`, and the gradient of
+    /// its input to `d_x`.
     fn norm_backward(
         &self,
         x: CudaPart<'_>,
@@ -486,7 +489,8 @@ impl<'a> KernelWork<'a> {
             .backward(&self.cuda, x, weight, d_y, pairs, add_to(d_x))
     }
 
-    /// Query, key and value, which lie side by side for each head.
+    /// Returns views of query, key and value in `qkv`, where the three lie side by side for each
+    /// head.
     fn heads<'p>(&self, qkv: CudaPart<'p>) -> [Heads<'p>; 3] {
         let dim = self.attention.dim;
         let at = |offset: usize| {
@@ -495,7 +499,7 @@ impl<'a> KernelWork<'a> {
         [0, 1, 2].map(at)
     }
 
-    /// The results of all heads side by side.
+    /// Returns a view of the heads' results in `context`, where they lie side by side in each row.
     fn joined<'p>(&self, context: CudaPart<'p>) -> Heads<'p> {
         Heads::in_rows(context, self.time, self.width, self.attention.dim)
     }
@@ -503,7 +507,7 @@ impl<'a> KernelWork<'a> {
 
 type NamedMap<T> = BTreeMap<String, T>;
 
-/// Returns the parameters as kernels read them: those converted, or all as they are.
+/// Returns the parameters for the kernels: `converted`, or `params` if `converted` is empty.
 fn parts<'v>(
     params: &'v NamedMap<View<'_>>,
     converted: &'v NamedMap<Scratch<'_>>,
@@ -735,7 +739,7 @@ impl Stage for LastStage {
         dx.map_or(Ok(()), |mut dx| cuda.copy(&d, &mut dx))
     }
 
-    /// Named arrays: the targets.
+    /// Declares the side input: named arrays, which contain the targets.
     fn side(&self) -> SideInput {
         SideInput::of::<NamedMap<MpmdArray>>()
     }

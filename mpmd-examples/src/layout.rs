@@ -7,35 +7,34 @@ use mpmd::topology::Topology;
 
 use crate::training;
 
-/// The facts by which the schedule of a training is chosen.
+/// The inputs from which a training chooses its schedule for a number of processes.
 #[derive(Clone, Debug)]
 pub struct Layouts {
-    /// The name of the schedule, or its file.
+    /// Name of a built-in schedule, or path of a schedule's file.
     pub schedule: String,
-    /// Stages of each rank, if they are given.
+    /// Stages of each rank. `None` for the schedule's default.
     pub chunks: Option<usize>,
-    /// The schedule of the start.
+    /// The schedule with which the training starts.
     pub first: Schedule,
     /// Number of blocks of the model.
     pub layers: usize,
     /// Devices of each rank.
     pub devices: usize,
-    /// The bytes that a training needs for all parameters, their gradients and the optimiser's
-    /// state.
+    /// Bytes of all parameters, their gradients and the optimiser's state together.
     pub bytes: u64,
-    /// Memory of a process for them, in bytes, if it is limited.
+    /// Limit on a process's share of `bytes`. `None` for no limit.
     pub memory: Option<u64>,
 }
 
 impl Layouts {
-    /// Returns the schedule with which a training on so many processes takes the least time, by the
-    /// blocks of the process with most work. Among equals it is that of the start, then the one
-    /// with the fewest ranks. Processes may have the devices of several ranks. The losses keep
-    /// their bits with any of them.
+    /// Returns the schedule with the shortest step on `processes` processes, estimated by the
+    /// blocks of the process with most work. Among equals it prefers `first`, then fewer ranks. A
+    /// process may own the devices of several ranks. The losses have the same bits with every
+    /// schedule.
     ///
     /// # Errors
     ///
-    /// With the reason, if each needs too much memory.
+    /// The reason, if a process needs more than `memory`.
     pub fn of(&self, processes: usize) -> Result<Schedule, String> {
         let chunks = self.first.stages() / self.first.ranks();
         let most = self.first.ranks().max(self.layers / chunks);
@@ -61,8 +60,9 @@ impl Layouts {
         }
     }
 
-    /// Returns the largest number of blocks of a process, at least 1, times the devices of a rank.
-    /// The work of each block is divided over these devices.
+    /// Returns the work of the process with most work under `schedule`, at least 1. The unit is the
+    /// share of a block that one device computes, so each device of a process adds the number of
+    /// blocks of its rank.
     fn most_blocks(&self, schedule: &Schedule, processes: usize) -> usize {
         let stages = schedule.stages();
         let mut of_ranks = vec![0; schedule.ranks()];
@@ -86,7 +86,8 @@ impl Layouts {
 mod tests {
     use super::*;
 
-    /// The ranks with which a pipeline of 4 ranks and `layers` blocks goes on.
+    /// Returns the ranks of the schedules for 1 to 8 processes. The pipeline starts with 4 ranks
+    /// and has `layers` blocks.
     fn ranks(layers: usize, devices: usize, memory: Option<u64>) -> Vec<Result<usize, String>> {
         let first = training::schedule("1f1b", None, Some(4), Some(8)).unwrap();
         let (schedule, chunks, bytes) = ("1f1b".to_owned(), None, 8 << 30);

@@ -33,8 +33,8 @@ pub fn next_byte(logits: &[f32], temperature: f64, seed: u64, position: u64) -> 
     best as u8
 }
 
-/// Converts bytes to text for a terminal. Replaces invalid UTF-8 and control characters by visible
-/// ones, except newlines. A tab becomes four spaces.
+/// Converts bytes to text for a terminal. Replaces invalid UTF-8, and control characters except
+/// newlines, by visible characters. A tab becomes four spaces.
 pub fn printable(bytes: &[u8]) -> String {
     let show = |c: char| match c {
         '\n' => "\n".to_owned(),

@@ -13,9 +13,11 @@ use mpmd::train::data::TextBytes;
 use mpmd::train::{RunOutcome, StepReport, Trainer};
 use mpmd::{MpmdArray, Program};
 
-/// Returns a built-in schedule, or reads one from a file in torch's text format. `chunks` are the
-/// stages of each rank: by default 2 for schedules with several, else 1. By default there are 4
-/// ranks and 8 microbatches; a file has numbers of its own.
+/// Returns the built-in schedule of this name, or reads a schedule from a file in torch's text
+/// format.
+///
+/// `chunks` is the number of stages of each rank; the default is 2 for schedules with several, else
+/// 1. A built-in schedule has 4 ranks and 8 microbatches by default. A file has its own numbers.
 ///
 /// # Errors
 ///
@@ -67,7 +69,7 @@ pub fn schedule(
     Ok(schedule)
 }
 
-/// The shape of a microbatch of text.
+/// The shape of a microbatch, which consists of windows of the text.
 #[derive(Clone, Copy)]
 pub struct WindowShape {
     /// Number of windows.
@@ -76,19 +78,19 @@ pub struct WindowShape {
     pub time: usize,
 }
 
-/// The figures of a training, on the process that prints them.
+/// The figures of a training, collected on the process that prints them.
 #[derive(Debug)]
 pub struct TrainingFigures {
-    /// The loss of each step, by its number.
+    /// The loss of each step, by step number.
     losses: BTreeMap<u64, f64>,
-    /// Number of steps so far, and their bytes.
+    /// Number of steps so far. `bytes` is the number of bytes in them.
     steps: usize,
     bytes: f64,
     start: Instant,
     /// Seconds from `start` to the last step.
     seconds: f64,
     file: Option<LossFile>,
-    /// The first error of a step.
+    /// The first error of [`TrainingFigures::step`].
     wrong: Option<anyhow::Error>,
 }
 
@@ -100,9 +102,11 @@ struct LossFile {
 }
 
 impl LossFile {
-    /// Creates the file, with the lines of the steps up to `done` that it has from earlier epochs
-    /// of the job. Returns it, and these losses. A process that was stopped and wakes writes to a
-    /// file that has no name any more.
+    /// Creates the file of losses, with the old file's lines of steps up to `done`. Returns the
+    /// file and the losses in these lines.
+    ///
+    /// The new file replaces the old one by a rename. A process that was stopped and wakes up later
+    /// writes to the old file, which has no name any more.
     fn create(path: &Path, done: u64) -> anyhow::Result<(Self, BTreeMap<u64, f64>)> {
         let cannot = || format!("cannot write {}", path.display());
         let mut losses = BTreeMap::new();
@@ -147,9 +151,9 @@ impl LossFile {
 }
 
 impl TrainingFigures {
-    /// Prints the sizes of the text, of the model and of a step, or in a later epoch of the job the
-    /// step from which it goes on. Starts the clock, and creates the file of losses, in a later
-    /// epoch with the lines that it has.
+    /// Prints the sizes of the text, of the model and of a step. In a later epoch of the job it
+    /// prints the last step before that epoch instead. Starts the clock and creates the file of
+    /// losses, which keeps the lines of earlier epochs.
     ///
     /// # Errors
     ///
@@ -221,14 +225,15 @@ impl TrainingFigures {
         })
     }
 
-    /// Keeps the figures of a step, and writes its line into the file of losses.
-    /// [`TrainingFigures::finish`] returns an error of this.
+    /// Records the figures of a step, and writes its line to the file of losses.
+    /// [`TrainingFigures::finish`] returns the first error.
     pub fn step(&mut self, report: &StepReport) {
         let noted = self.note(report);
         self.wrong = self.wrong.take().or(noted.err());
     }
 
-    /// Fails if a step that an earlier epoch of the job has reported has another loss now.
+    /// Records the figures of a step. Fails if an earlier epoch of the job reported another loss
+    /// for the same step, or if the file cannot be written.
     fn note(&mut self, report: &StepReport) -> anyhow::Result<()> {
         let &StepReport {
             step, loss, weight, ..
@@ -248,7 +253,7 @@ impl TrainingFigures {
             .map_or(Ok(()), |file| file.write(step, loss))
     }
 
-    /// Prints the table of losses and the rate.
+    /// Prints the table of losses, and the training speed in tokens per second.
     ///
     /// # Errors
     ///

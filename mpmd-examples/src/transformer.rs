@@ -36,7 +36,8 @@ pub struct ModelSizes {
     pub time: usize,
 }
 
-/// Some blocks of the model; the embedding before the first block, and the head after the last.
+/// Consecutive blocks of the model, with the embedding if the stage is the first, and the head if
+/// it is the last.
 pub struct ModelPart {
     embeddings: Option<[Embedding; 2]>,
     blocks: Vec<TransformerBlock>,
@@ -49,16 +50,17 @@ struct TransformerBlock {
     out: Linear,
     up: Linear,
     down: Linear,
-    /// Columns of a head.
+    /// Columns of an attention head.
     dim: usize,
 }
 
 impl ModelPart {
-    /// Creates the blocks `blocks`. `ends` tells whether the stage is the first and the last.
+    /// Creates the blocks in the range `blocks`. `ends` is `[true for the embedding, true for the
+    /// head]`.
     ///
     /// # Errors
     ///
-    /// As [`VarBuilder::get`].
+    /// If [`VarBuilder::get`] fails.
     pub fn new(
         vb: &VarBuilder,
         sizes: ModelSizes,
@@ -94,8 +96,8 @@ impl ModelPart {
         })
     }
 
-    /// Computes the rows after the last block, `[batch, time, width]`, from bytes `[batch, time]`
-    /// or from the rows before the first block.
+    /// Computes the activations after the last block, `[batch, time, width]`. In the first stage
+    /// `x` has bytes, `[batch, time]`; in others, the activations before the first block.
     ///
     /// # Errors
     ///
@@ -112,8 +114,8 @@ impl ModelPart {
             .try_fold(x, |x, block| block.forward(&x, cx))
     }
 
-    /// Does the same as [`forward`](Self::forward), then computes the logits `[batch, time, 256]`
-    /// of the byte after each.
+    /// Computes the logits of the next byte at each position, `[batch, time, 256]`. Takes the same
+    /// `x` as [`forward`](Self::forward).
     ///
     /// # Errors
     ///
@@ -128,8 +130,8 @@ impl ModelPart {
 }
 
 impl TransformerBlock {
-    /// The variance of the rows does not grow with depth, since the weights that lead back to them
-    /// become smaller with the number of blocks.
+    /// Creates a block. The initial weights of its residual branches shrink with the number of
+    /// blocks, so that the variance of the activations does not grow with depth.
     fn new(
         vb: &VarBuilder,
         ModelSizes {

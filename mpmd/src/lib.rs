@@ -193,7 +193,7 @@ pub mod sharding {
         ///
         /// # Errors
         ///
-        /// If the text is no such list. The error names the line and column.
+        /// If `text` is not such a list. The error names the line and column.
         pub fn rules_from_json(text: &str) -> crate::Result<Vec<(String, String)>> {
             serde_json::from_str(text).map_err(crate::Error::other)
         }

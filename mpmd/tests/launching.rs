@@ -4,7 +4,7 @@ use std::process::{Command, ExitCode};
 
 use mpmd::job::JobArgs;
 
-/// The variable that makes this test the program.
+/// Environment variable that makes this test run as the program of the job.
 const IS_PROGRAM: &str = "MPMD_TEST_PROGRAM";
 
 #[test]

@@ -6,12 +6,12 @@ use std::process::Command;
 use mpmd_core::launch::variables;
 use mpmd_launch::testing::Processes;
 
-/// A transport between processes, and the setting that restricts it to one method.
+/// A transport between processes, and the UCX transports to which it is restricted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Carrier {
     /// The transport's name as the user writes it.
     pub transport: &'static str,
-    /// The only UCX transports that UCX may use; its own choice if `None`.
+    /// The only transports that UCX may use. `None` for UCX's own choice.
     ways: Option<&'static str>,
 }
 
@@ -45,7 +45,7 @@ impl Carrier {
         ways: Some("tcp,self"),
     };
 
-    /// Returns settings for `processes` times the program at `program` over this carrier.
+    /// Returns settings that start `program` as `processes` processes over this carrier.
     pub fn processes(self, program: impl Into<OsString>, processes: usize) -> Processes {
         let all = Processes::new(processes, program).env(variables::TRANSPORT, self.transport);
         // Without the variable, `Processes` inherits none.
@@ -63,24 +63,24 @@ impl Carrier {
         };
     }
 
-    /// Returns true if tests try all their cases over this carrier. Over the others they try each
-    /// case once, because results that do not depend on the carrier are known by then.
+    /// True if tests run all their cases over this carrier. Over other carriers they run each case
+    /// once, because most results do not depend on the carrier.
     pub fn is_thorough(self) -> bool {
         [Self::TCP, Self::SHM].contains(&self)
     }
 
-    /// Returns true if a test with several numbers of processes includes this one: any number over
-    /// a thorough carrier, only 2 and 4 over the others.
+    /// True if a test with several numbers of processes runs with this number. Over a thorough
+    /// carrier it runs with any number, over others with 2 and 4.
     pub fn takes(self, processes: usize) -> bool {
         self.is_thorough() || [2, 4].contains(&processes)
     }
 }
 
-/// The variable that tells UCX which of its transports to use.
+/// Environment variable that selects the transports of UCX.
 const WAYS: &str = "UCX_TLS";
 
-/// Makes a test for each [`Carrier`] from each of these functions, which take a carrier:
-/// `over_tcp::name` and so on.
+/// Defines a test for each pair of a [`Carrier`] and one of these functions, which take a carrier.
+/// The tests are named `over_tcp::name` and so on.
 #[macro_export]
 macro_rules! over_each_carrier {
     ($($check:ident)*) => {

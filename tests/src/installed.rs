@@ -6,15 +6,16 @@ use std::sync::{Mutex, PoisonError};
 
 use rustix::process::geteuid;
 
-/// Returns the file of a program of the workspace, in the folder above the running test's. Cargo
-/// builds only the tests' own programs, so one of another package that is missing is built now.
+/// Returns the path of a program of the workspace, in the parent of the running test's folder.
+/// Builds the program if it is missing, because cargo builds only programs of the test's own
+/// package.
 ///
 /// Unlike cargo's variables at compile time, this also finds programs that were moved to another
 /// machine together with the tests.
 ///
 /// # Panics
 ///
-/// If it cannot be built.
+/// If the program cannot be built.
 pub fn package_program(package: &str, program: &str) -> PathBuf {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     // A failed test in here does not break the others.
@@ -56,12 +57,12 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
     path
 }
 
-/// Returns the file of a system program. If it is missing and the user cannot install it, prints
+/// Returns the path of a system program. If it is missing and the user cannot install it, prints
 /// that and returns `None`.
 ///
 /// # Panics
 ///
-/// If it is missing and could be installed. The message names the package.
+/// If the program is missing and could be installed. The message names the package.
 pub fn system_program(program: &str, package: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     // Folders that are not in every user's PATH.

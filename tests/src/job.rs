@@ -9,17 +9,17 @@ use rustix::process::Signal;
 
 use crate::left::SharedMemory;
 
-/// Time after which new shared memory is certainly not another job's.
+/// Time after which new shared memory certainly belongs to the tested job, not to another job.
 const REMOVED_WITHIN: Duration = Duration::from_secs(10);
 
-/// A running job that may leave no shared memory behind. Its methods panic where those of
+/// A running job that must not leave shared memory behind. Its methods panic where those of
 /// [`RunningProcesses`] fail.
 pub struct Job {
     running: RunningProcesses,
     shared_memory: SharedMemory,
 }
 
-/// The result of a job in which one process was [injected a fault](Job::inject_fault).
+/// The result of a job in which one process was killed or stopped by [`Job::inject_fault`].
 pub struct FaultOutcome {
     /// The results of the other processes, by process number.
     pub ended: Vec<ProcessEnd>,
@@ -30,7 +30,7 @@ pub struct FaultOutcome {
 }
 
 impl Job {
-    /// Starts the rendezvous service and the time limit of a job, but no process yet.
+    /// Starts the rendezvous service and the time limit of a job, without any process.
     ///
     /// # Panics
     ///
@@ -56,20 +56,21 @@ impl Job {
         }
     }
 
-    /// Starts one more process with this command; returns its number.
+    /// Starts a further process with this command, and returns its number.
     ///
     /// # Panics
     ///
-    /// If it cannot be started.
+    /// If the process cannot be started.
     pub fn spawn(&mut self, command: Command) -> usize {
         self.running.spawn(command).unwrap()
     }
 
-    /// Waits for the end of all processes, with any exit codes.
+    /// Waits until all processes have ended, with any exit codes.
     ///
     /// # Panics
     ///
-    /// If one goes on beyond the job's time, or if processes or shared memory of the job are left.
+    /// If a process exceeds the job's time limit, or if processes or shared memory of the job are
+    /// left.
     pub fn wait(&mut self) -> Vec<ProcessEnd> {
         let ends = self.running.wait().unwrap();
         let pids = self.pids();
@@ -89,12 +90,12 @@ impl Job {
         }
     }
 
-    /// Waits for the end of all processes, which must succeed; returns the output of each.
+    /// Waits until all processes have ended successfully, and returns the output of each.
     ///
     /// # Panics
     ///
-    /// If a process failed or goes on beyond the job's time, or if processes or shared memory of
-    /// the job are left.
+    /// If a process failed or exceeds the job's time limit, or if processes or shared memory of the
+    /// job are left.
     pub fn wait_well(&mut self) -> Vec<String> {
         let ended = self.wait();
         assert!(
@@ -115,12 +116,12 @@ impl Job {
         self.wait()
     }
 
-    /// Sends process `victim` a signal that kills or stops it, and waits for the end of all others.
-    /// Then kills the victim, if it is only stopped.
+    /// Sends process `victim` a signal that kills or stops it, and waits until all others have
+    /// ended. Then kills the victim if it is only stopped.
     ///
     /// # Panics
     ///
-    /// If a process goes on beyond the job's time, or if processes or shared memory of the job are
+    /// If a process exceeds the job's time limit, or if processes or shared memory of the job are
     /// left.
     pub fn inject_fault(&mut self, victim: usize, signal: Signal) -> FaultOutcome {
         let begin = Instant::now();

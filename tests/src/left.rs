@@ -6,26 +6,27 @@ use std::path::Path;
 /// Folder of named shared memory.
 const NAMED: &str = "/dev/shm";
 
-/// Table of shared memory without names, one line each.
+/// File that lists shared memory without names, one segment per line.
 const NUMBERED: &str = "/proc/sysvipc/shm";
 
-/// The named shared memory from before a test.
+/// The names of the shared memory that existed before a test.
 ///
-/// Names do not tell the owner, so only names count that a transport of this library would choose.
+/// A name does not tell the owner. So it has only names that transports of this library would
+/// choose.
 pub(crate) struct SharedMemory {
     before: BTreeSet<String>,
 }
 
 impl SharedMemory {
-    /// Records the named shared memory that exists now.
+    /// Records the names of the shared memory that exists now.
     pub(crate) fn now() -> Self {
         Self {
             before: named(Path::new(NAMED)),
         }
     }
 
-    /// Returns named shared memory that is new, and shared memory that these processes have made
-    /// and not removed.
+    /// Returns the shared memory that is left: new named segments, and segments without names that
+    /// these processes have created.
     pub(crate) fn left(&self, pids: &[u32]) -> Vec<String> {
         let mut left: Vec<String> = named(Path::new(NAMED))
             .difference(&self.before)
@@ -51,7 +52,7 @@ fn named(folder: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-/// Returns the lines of `table` about shared memory that these processes have made.
+/// Returns the lines of `table` for shared memory that these processes have created.
 fn numbered(table: &str, pids: &[u32]) -> Vec<String> {
     let mut lines = table.lines();
     let head = lines.next().unwrap_or_default();

@@ -10,7 +10,7 @@ pub fn rng_of_this_run() -> Rng {
     Rng::with_seed(seed)
 }
 
-/// Returns random bytes, the same for a seed on every process.
+/// Returns random bytes. Equal seeds give equal bytes on every process.
 pub(crate) fn bytes(seed: u64, count: usize) -> Vec<u8> {
     let mut bytes = vec![0; count];
     Rng::with_seed(seed).fill(&mut bytes);

@@ -12,7 +12,7 @@ use rustix::process::geteuid;
 
 use crate::installed::system_program;
 
-/// The programs that must be installed, and Debian's packages with them.
+/// Programs that must be installed, and the Debian package of each.
 const NEEDED: [(&str, &str); 5] = [
     ("munged", "munge"),
     ("slurmctld", "slurmctld"),
@@ -21,17 +21,17 @@ const NEEDED: [(&str, &str); 5] = [
     ("setpriv", "util-linux"),
 ];
 
-/// CPUs of the node, independent of the machine.
+/// Number of CPUs that the node reports, on any machine.
 const CPUS: usize = 4;
 
-/// A cluster of one node, this machine, with ports, keys and files of its own. The test's user is
-/// its administrator.
+/// A cluster of one node, this machine, with its own ports, keys and files. The test's user is the
+/// administrator.
 ///
-/// Dropping it ends its daemons; processes that they have started end with the [`Sandbox`].
+/// Dropping this ends its daemons. Processes that they have started end with the [`Sandbox`].
 pub struct Slurm {
     daemons: Vec<Watched>,
     settings: PathBuf,
-    /// Two in one process would choose the same ports.
+    /// Lock that allows one cluster per process, because two would choose the same ports.
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -43,8 +43,8 @@ impl Slurm {
     ///
     /// # Panics
     ///
-    /// If a daemon ends, or if the node is not ready by `deadline`. If Slurm is missing and could
-    /// be installed.
+    /// If a daemon ends, or if the node is not ready by `deadline`. Also if Slurm is missing and
+    /// could be installed.
     pub fn start(site: &Sandbox, deadline: Instant) -> Option<Self> {
         let found: Option<Vec<PathBuf>> = NEEDED
             .iter()
@@ -119,14 +119,14 @@ impl Slurm {
         }
     }
 
-    /// Returns the command of a program that talks to this cluster, such as `srun`.
+    /// Returns the command that runs a client program of this cluster, such as `srun`.
     pub fn command(&self, site: &Sandbox, program: &Path) -> Command {
         let mut command = launcher_command(site, program);
         command.env("SLURM_CONF", &self.settings);
         command
     }
 
-    /// Waits until no process of past steps is left.
+    /// Waits until no process of earlier job steps is left.
     ///
     /// # Panics
     ///
@@ -139,7 +139,7 @@ impl Slurm {
         self.wait_until(deadline, || site.processes().iter().all(is_own));
     }
 
-    /// Returns the output of the daemons, for the message of a failed test.
+    /// Returns the output of the daemons, for messages of failed tests.
     pub fn report(&self) -> String {
         self.daemons
             .iter()
@@ -162,7 +162,7 @@ impl Slurm {
     }
 }
 
-/// Returns a command for `program` in the sandbox, which ends with the test.
+/// Returns a command that runs `program` in the sandbox, and ends with the test.
 pub fn launcher_command(site: &Sandbox, program: &Path) -> Command {
     // A test may be killed, and then drops nothing.
     let mut command = site.command("setpriv");
@@ -209,7 +209,8 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
     )
 }
 
-/// Returns this machine's name for the node; processes of a job look it up to find one another.
+/// Returns this machine's name as the name of the node. Processes of a job resolve it to find one
+/// another.
 fn hostname() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim().split('.').next().unwrap_or_default().to_owned();
@@ -223,7 +224,7 @@ fn hostname() -> String {
     }
 }
 
-/// Returns two free ports, below those that systems assign automatically.
+/// Returns two free ports, below the range that systems assign automatically.
 fn free_ports() -> [u16; 2] {
     let first = 20_000 + (std::process::id() % 10_000) as u16;
     let mut free =

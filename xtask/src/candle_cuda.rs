@@ -13,7 +13,8 @@ use anyhow::{Context as _, bail};
 
 use crate::commands::{cargo_in, run, target};
 
-/// The names under which programs link CUDA's libraries, and under which ours loads them.
+/// Names of CUDA's libraries: those that programs are linked with, and those that this project
+/// loads.
 pub(crate) const LIBRARIES: [&str; 11] = [
     "libcuda.so",
     "libcublas.so",
@@ -28,13 +29,13 @@ pub(crate) const LIBRARIES: [&str; 11] = [
     "libcurand.so.10",
 ];
 
-/// The driver in software, as cargo names its file.
+/// File name of the driver in software, as cargo builds it.
 const DRIVER: &str = "libsoftcuda_driver.so";
 
 /// The compute capability of the driver in software.
 const CAPABILITY: &str = "80";
 
-/// Runs the command with these arguments: `--real`, or those of the tests.
+/// Runs the command. `arguments` are `--real`, or the arguments of the tests.
 ///
 /// # Errors
 ///
@@ -47,7 +48,7 @@ pub(crate) fn candle_cuda(root: &Path, arguments: &[&str]) -> anyhow::Result<()>
     }
 }
 
-/// Returns the folder of the driver in software under the names of CUDA's libraries.
+/// Returns the folder in which the driver in software has the names of CUDA's libraries.
 ///
 /// # Errors
 ///
@@ -56,8 +57,8 @@ pub(crate) fn toolkit() -> anyhow::Result<PathBuf> {
     Ok(target()?.join("candle-cuda/toolkit"))
 }
 
-/// Prepares a build of candle for CUDA: by the driver in software, which is built first, or by the
-/// toolkit of this machine. The build has a target folder of its own.
+/// Prepares `command` to build candle for CUDA. With `software` it uses the driver in software,
+/// else the toolkit of this machine. The build has its own target folder.
 ///
 /// # Errors
 ///
@@ -91,7 +92,8 @@ fn build_toolkit(root: &Path, folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Lets a command build candle with the driver in software, and start such programs.
+/// Sets the environment of a command that builds candle with the driver in software, and starts the
+/// built programs.
 fn by_software(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
     let toolkit = folder.join("toolkit");
     command
@@ -135,7 +137,7 @@ fn real(root: &Path, folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Lets a command build candle with the toolkit of this machine.
+/// Sets the environment of a command that builds candle with the toolkit of this machine.
 fn by_toolkit(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
     command.env(
         "CARGO_TARGET_DIR",
@@ -157,7 +159,7 @@ fn by_toolkit(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the search path of a variable with `folder` in front.
+/// Returns the value of a search path variable, with `folder` in front.
 fn first(variable: &str, folder: &Path) -> anyhow::Result<std::ffi::OsString> {
     let rest = std::env::var_os(variable)
         .filter(|rest| !rest.is_empty())

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, bail};
 
-/// Returns true if a program is installed and runs.
+/// True if a program is installed and runs with these arguments.
 pub(crate) fn answers(program: &str, arguments: &[&str]) -> bool {
     let mut command = Command::new(program);
     command
@@ -17,12 +17,12 @@ pub(crate) fn answers(program: &str, arguments: &[&str]) -> bool {
     command.status().is_ok_and(|status| status.success())
 }
 
-/// Returns the cargo that started this program.
+/// Returns the path of the cargo that started this program.
 pub(crate) fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-/// Returns cargo's target folder. This program lies in the folder of its profile there.
+/// Returns cargo's target folder, which has this program's folder in it.
 pub(crate) fn target() -> anyhow::Result<PathBuf> {
     let this = std::env::current_exe().context("finding this program")?;
     let folder = this

@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail};
 
 use crate::commands::{cargo_in, shown};
 
-/// The folder with a patch for each planted bug.
+/// The folder with patches. Each plants one bug that the exploration must find.
 const PLANTED: &str = "tests/explore/planted";
 
 /// Number of seeds in which each planted bug must be found.
@@ -29,12 +29,13 @@ pub(crate) fn explore(root: &Path, arguments: &[&str]) -> anyhow::Result<ExitCod
     })
 }
 
-/// The profile of tests has the checks that a release build leaves out.
+/// Returns the command that runs the exploration. It uses the test profile, which has checks that a
+/// release build leaves out.
 fn cargo_run(root: &Path) -> Command {
     cargo_in(root, &["run", "--quiet", "--package", "mpmd-explore", "--"])
 }
 
-/// Plants each bug in a copy of the last commit, and explores it until a seed is red.
+/// Plants each bug in a copy of the last commit, and explores that copy until a seed fails.
 fn planted(root: &Path) -> anyhow::Result<ExitCode> {
     let copy = root.join("target/planted");
     let git = |folder: &Path, arguments: &[&str]| {

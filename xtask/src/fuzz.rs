@@ -15,23 +15,23 @@ use anyhow::{Context as _, bail};
 use crate::commands::{cargo_in, shown};
 use crate::steps::WITH_ALL;
 
-/// Inputs for each target without `--inputs`: as many as in the ordinary test run.
+/// Number of inputs for each target if `--inputs` is absent: the same as in the ordinary test run.
 const INPUTS: u64 = 20_000;
 
-/// Time limit for a target in addition to the time for its inputs.
+/// Time limit for the start of a target. The time for its inputs is added.
 const START: Duration = Duration::from_secs(120);
 
-/// Time limit for each input: ten times that of the slowest targets.
+/// Time limit for each input: ten times the time of the slowest targets.
 const EACH: Duration = Duration::from_millis(1);
 
-/// Number of lines of a failed target that are shown: its last ones.
+/// Number of output lines that are shown of a failed target: the last ones.
 const MOST_LINES: usize = 400;
 
-/// Arguments of the command.
+/// Arguments of `cargo xtask fuzz`.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct FuzzOptions {
     inputs: u64,
-    /// The only target to run; all if `None`.
+    /// The only target to run. `None` for all targets.
     target: Option<String>,
 }
 
@@ -55,7 +55,7 @@ impl FuzzOptions {
     }
 }
 
-/// A program with unit tests.
+/// A test executable with unit tests.
 #[derive(Debug, Eq, PartialEq)]
 struct TestProgram {
     file: PathBuf,
@@ -63,25 +63,25 @@ struct TestProgram {
     folder: PathBuf,
 }
 
-/// A test that is a target.
+/// A unit test that is a fuzz target.
 #[derive(Debug)]
 struct FuzzTarget {
-    /// The test's name without `fuzz_`, with `-` for `_`.
+    /// Name of the target: the test's name without `fuzz_`, and with `-` for `_`.
     name: String,
     /// The path of the test in its program.
     test: String,
     program: usize,
 }
 
-/// Number of inputs that a target has tried, and of those that failed.
+/// The number of inputs that a target has tried, and the number that failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct FuzzCount {
     inputs: u64,
     failures: u64,
 }
 
-/// Builds the unit tests and runs the targets one after the other, all or the chosen one. Fails if
-/// any input of any target failed.
+/// Builds the unit tests and runs all targets, or the chosen one, one after the other. Fails if an
+/// input of a target failed.
 pub(crate) fn fuzz(root: &Path, options: &FuzzOptions) -> anyhow::Result<ExitCode> {
     let programs = build(root)?;
     let mut targets = Vec::new();
@@ -142,7 +142,7 @@ pub(crate) fn fuzz(root: &Path, options: &FuzzOptions) -> anyhow::Result<ExitCod
     bail!("{}", failed.join(", "));
 }
 
-/// Builds all unit tests and returns the programs with them.
+/// Builds all unit tests, and returns their executables.
 fn build(root: &Path) -> anyhow::Result<Vec<TestProgram>> {
     // Of the programs, only the command line has tests. `--bins` would build the examples as tests,
     // which takes minutes.
@@ -170,7 +170,7 @@ fn build(root: &Path) -> anyhow::Result<Vec<TestProgram>> {
         .collect()
 }
 
-/// Parses a line of cargo's messages. Returns `None` unless it is about a program with tests.
+/// Parses a line of cargo's messages. Returns `None` unless it reports a test executable.
 fn program(line: &str) -> anyhow::Result<Option<TestProgram>> {
     let message: serde_json::Value = serde_json::from_str(line).context("a message of cargo")?;
     let is_test = message["profile"]["test"] == true && message["reason"] == "compiler-artifact";
@@ -190,7 +190,8 @@ fn program(line: &str) -> anyhow::Result<Option<TestProgram>> {
     }))
 }
 
-/// Finds the targets in the list of a program's tests.
+/// Finds the targets in the list of a test executable's tests. `program` is the index of the
+/// executable.
 fn listed(list: &str, program: usize) -> Vec<FuzzTarget> {
     let target = |line: &str| {
         let test = line.strip_suffix(": test")?;

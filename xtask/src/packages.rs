@@ -9,7 +9,7 @@ use anyhow::ensure;
 
 use crate::commands::{answers, run};
 
-/// A program or library of the system that a step starts, or that a dependency is built with.
+/// A program or library of the system that a test step or a dependency's build needs.
 pub(crate) struct Need {
     /// The name of the program or library, for people.
     what: &'static str,
@@ -19,14 +19,15 @@ pub(crate) struct Need {
     probe: NeedProbe,
 }
 
-/// A check that finds out if something is installed.
+/// A way to find out whether a program or library is installed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum NeedProbe {
-    /// A program that answers to `--version`.
+    /// Runs the program with `--version`.
     Answers(&'static str),
-    /// A program that answers only with settings, or that is not in every user's `PATH`.
+    /// Looks for the program's file in `PATH` and in `MORE_PROGRAMS`, for programs without
+    /// `--version`.
     Lies(&'static str),
-    /// The library that reads C headers, with the headers that it needs itself.
+    /// Looks for libclang, which reads C headers, together with its own headers.
     Libclang,
 }
 
@@ -40,13 +41,13 @@ const MEMORY: &str = "finds misuse of memory";
 const KIT: &str = "packs what runs on machines with GPUs";
 const PAGES: &str = "opens the chat page of the server";
 
-/// The needs of every run.
+/// The programs that every test run needs.
 pub(crate) const ALWAYS: &[Need] = &[
     answering("cc", LINKS, &["gcc", "libc6-dev"]),
     answering("git", LISTS, &["git"]),
 ];
 
-/// Further needs of builds with the feature `ucx`, and of the full tests.
+/// Further needs of full test runs, and of builds with the feature `ucx`.
 pub(crate) const FULL: &[Need] = &[
     answering("autoconf", UCX, &["autoconf"]),
     answering("automake", UCX, &["automake"]),
@@ -98,7 +99,7 @@ const fn lying(
     }
 }
 
-/// Folders in which the builder of UCX's bindings looks for libraries, by clang-sys. `*` stands for
+/// Folders in which clang-sys, for the build of UCX's bindings, looks for libraries. `*` stands for
 /// the rest of a name.
 const LIBRARY_FOLDERS: &[&str] = &[
     "/usr/local/llvm*/lib*",
@@ -110,7 +111,7 @@ const LIBRARY_FOLDERS: &[&str] = &[
     "/usr/lib*/*/*",
 ];
 
-/// Folders of programs that are not in every user's `PATH`.
+/// Folders of programs that may be missing in a user's `PATH`.
 const MORE_PROGRAMS: &[&str] = &["/usr/sbin", "/usr/local/sbin", "/sbin"];
 
 /// Ensures that all `needs` are met: installs missing packages with apt-get if this user is root.
@@ -169,7 +170,7 @@ fn missing<'a>(needs: &'a [Need], is_here: &dyn Fn(NeedProbe) -> bool) -> Vec<&'
     needs.iter().filter(|need| !is_here(need.probe)).collect()
 }
 
-/// Returns the packages of all missing things, each once.
+/// Returns the Debian packages of all missing programs and libraries, each once.
 fn packages_of(absent: &[&Need]) -> Vec<&'static str> {
     let mut packages: Vec<&str> = Vec::new();
     for package in absent.iter().flat_map(|need| need.packages) {
@@ -194,8 +195,8 @@ fn is_here(probe: NeedProbe) -> bool {
     }
 }
 
-/// Returns true if the builder of UCX's bindings will find libclang. With `LIBCLANG_PATH` it looks
-/// only there, otherwise in the usual places below `root`.
+/// True if the build of UCX's bindings will find libclang. With `LIBCLANG_PATH` it looks only
+/// there, otherwise in the usual places below `root`.
 fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> bool {
     if let Some(said) = variable("LIBCLANG_PATH") {
         // The variable names the file or its folder. The user is responsible for matching headers.
@@ -219,8 +220,8 @@ fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> boo
     })
 }
 
-/// Returns true if a file of this name is libclang. A version behind `.so` counts only with
-/// `run_time_only`: such a file comes without the headers of the developers' package.
+/// True if a file of this name is libclang. With `run_time_only`, a name with a version behind
+/// `.so` also counts; such a file comes without the headers of the developers' package.
 fn is_libclang(name: &OsStr, run_time_only: bool) -> bool {
     let Some(rest) = name.to_str().and_then(|name| name.strip_prefix("libclang")) else {
         return false;
@@ -254,7 +255,7 @@ fn matching(root: &Path, pattern: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Returns the names in a folder; empty if it is no folder.
+/// Returns the names in a folder. Empty if `folder` is not a folder.
 fn names_in(folder: &Path) -> Vec<OsString> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
     entries
@@ -351,7 +352,7 @@ mod tests {
             .then(|| given.clone())));
     }
 
-    /// A folder that is deleted with the test.
+    /// A folder that is deleted when the test ends.
     struct Folder(PathBuf);
 
     impl Folder {

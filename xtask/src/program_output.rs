@@ -11,10 +11,10 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::commands::shown;
 
-/// Time between two checks of a program.
+/// Interval between two looks whether a program has ended.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Time limit for a killed program to be gone.
+/// Time limit for a killed program to end.
 const DEAD_WITHIN: Duration = Duration::from_secs(3);
 
 /// The output of a program that has ended.
@@ -51,8 +51,8 @@ impl ProgramOutput {
 ///
 /// # Errors
 ///
-/// If it cannot be started, takes longer than `limit`, or `stop` becomes true. In the last two
-/// cases it is killed together with the processes that it has started.
+/// If the command cannot be started, takes longer than `limit`, or `stop` becomes true. In the last
+/// two cases it is killed together with the processes that it has started.
 pub(crate) fn quiet(
     command: &mut Command,
     limit: Duration,
@@ -61,7 +61,7 @@ pub(crate) fn quiet(
     finished(command.stderr(Stdio::piped()), limit, stop)
 }
 
-/// Like [`quiet`], but the program's standard error is this program's.
+/// Runs a command like [`quiet`], but lets it write to this program's standard error.
 pub(crate) fn watched(
     command: &mut Command,
     limit: Duration,
@@ -99,12 +99,12 @@ fn finished(
     })
 }
 
-/// Waits for a program to end. Past `until`, or as soon as `stop` is true, kills it together with
-/// the processes that it has started, and returns `None`.
+/// Waits for a program to end. At the time `until`, or when `stop` becomes true, kills it with the
+/// processes that it has started, and returns `None`.
 ///
 /// # Errors
 ///
-/// If the system cannot tell the program's state.
+/// If the system does not report the program's state.
 pub(crate) fn ended(
     child: &mut Child,
     until: Instant,
@@ -122,8 +122,8 @@ pub(crate) fn ended(
     }
 }
 
-/// Reads all of a program's output on a thread, so that the program never waits. The thread ends
-/// with the output and returns it.
+/// Starts a thread that reads all of a program's output, so that the program never waits for a
+/// reader. The thread returns the output when it ends.
 fn reader(from: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
@@ -135,8 +135,8 @@ fn reader(from: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     })
 }
 
-/// Kills the program and all processes that it has started. A killed parent does not take its
-/// children along.
+/// Kills the program and all processes that it has started, which a killed parent would leave
+/// behind.
 fn end(child: &mut Child) {
     let all = descendants(child.id());
     let _ = child.kill();

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use crate::commands::{cargo_in, run};
 
-/// The variable with the seconds that each long job takes at least.
+/// Environment variable with the minimum seconds of each long job.
 const SECONDS: &str = "MPMD_SOAK_SECONDS";
 
-/// Number of transports that the long jobs run over, in turns.
+/// Number of transports that the long jobs take turns with.
 const CARRIERS: u32 = 5;
 
-/// The tests that end or replace processes, train, and move arrays, in the order in which they run.
+/// The tests of each round, in order, as (package, part of their names). They end or replace
+/// processes, train, and move arrays.
 const ROUND: [(&str, &str); 6] = [
     ("mpmd-tests", "kill::"),
     ("mpmd-tests", "fault_injection::"),
@@ -33,8 +34,8 @@ pub(crate) fn parse(arguments: &[&str]) -> Option<Duration> {
     }
 }
 
-/// Runs long jobs over each transport for half of the time: their memory, open files and threads
-/// must stay flat. Then runs the tests of deaths, stops, training and transfers round after round.
+/// Runs long jobs over each transport for half of the time, and checks that their memory, open
+/// files and threads stay flat. Then repeats the tests of deaths, stops, training and transfers.
 pub(crate) fn soak(root: &Path, time: Duration) -> anyhow::Result<ExitCode> {
     let begin = Instant::now();
     let seconds = (time / (2 * CARRIERS)).as_secs().to_string();
@@ -57,7 +58,7 @@ pub(crate) fn soak(root: &Path, time: Duration) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs the tests of a package with this in their names, one after the other.
+/// Runs the tests of a package whose names contain `name`, one after the other.
 fn tests(root: &Path, package: &str, name: &str, seconds: Option<&str>) -> anyhow::Result<()> {
     let mut command = cargo_in(root, &["test", "--quiet", "--tests", "--package", package]);
     if package == "mpmd-tests" {

@@ -12,7 +12,7 @@ use crate::{packages, tidy};
 /// The set of steps to run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum TestExtent {
-    /// The inner loop: steps that find most mistakes in little time.
+    /// Steps for frequent use, which find most mistakes in little time.
     Quick,
     /// All steps.
     All,
@@ -27,7 +27,7 @@ enum StepOutcome {
 /// One step of `cargo xtask test`.
 struct TestStep {
     name: &'static str,
-    /// `Quick` for a step of both extents.
+    /// `Quick` for a step of both quick and full runs.
     extent: TestExtent,
     run: fn(&Path) -> anyhow::Result<StepOutcome>,
 }
@@ -42,7 +42,7 @@ impl TestStep {
     }
 }
 
-/// The features of a full run, except for steps that choose others.
+/// The cargo features of a full run, except in steps that choose others.
 pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx"];
 
 /// Lints against unfinished code and against ignored tests without a reason. Clippy allows these by
@@ -54,9 +54,9 @@ const DENIED: &[&str] = &[
     "-Dclippy::ignore_without_reason",
 ];
 
-/// The steps of a full run. A step of extent `Quick` is part of every run. Cheap ones come first.
+/// The steps of a full run, cheap ones first. Steps of extent `Quick` are part of every run.
 ///
-/// Tests start the programs that they find, so all are built before the first test.
+/// All programs are built before the first test, because tests start the programs that they find.
 const STEPS: &[TestStep] = &[
     TestStep::new("system packages", TestExtent::Quick, |_| {
         packages::provide(packages::ALWAYS).map(|()| StepOutcome::Done)
@@ -93,7 +93,7 @@ const STEPS: &[TestStep] = &[
     TestStep::new("documentation tests", TestExtent::All, documentation_tests),
 ];
 
-/// The steps of a quick run that replace longer ones.
+/// Further steps of a quick run, in place of longer steps of a full run.
 const QUICK: &[TestStep] = &[
     TestStep::new("clippy", TestExtent::Quick, |root| {
         clippy(root, &["--all-targets"])
@@ -229,7 +229,8 @@ fn documentation_tests(root: &Path) -> anyhow::Result<StepOutcome> {
     )
 }
 
-/// Checks licences and advisories with cargo-deny, after `deny.toml`.
+/// Checks licences and security advisories of dependencies with cargo-deny, by the rules in
+/// `deny.toml`.
 fn dependencies(root: &Path) -> anyhow::Result<StepOutcome> {
     if !answers("cargo-deny", &["--version"]) {
         return Ok(StepOutcome::Skipped(

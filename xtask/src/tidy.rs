@@ -17,7 +17,7 @@ use anyhow::{Context as _, bail, ensure};
 use rules::{PRODUCTION_RULES, RULES};
 use source::SourceFile;
 
-/// The file that names the invariants.
+/// Path of the file that defines the invariants.
 const ARCHITECTURE: &str = "ARCHITECTURE.md";
 
 /// Checks every source of the repository at `root` against every rule.
@@ -90,7 +90,8 @@ fn test_names(sources: &[SourceFile]) -> BTreeSet<String> {
     names
 }
 
-/// Reads all files that the rules apply to: Rust, manifests and settings, prose, scripts. Not data.
+/// Reads all files that the rules apply to: Rust, manifests and settings, prose, and scripts.
+/// Leaves data out.
 fn sources(root: &Path) -> anyhow::Result<Vec<SourceFile>> {
     let files = match listed_by_git(root) {
         Some(files) => files,

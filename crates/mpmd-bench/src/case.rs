@@ -17,7 +17,8 @@ pub(crate) struct Case {
     pub(crate) beside: Option<Beside>,
 }
 
-/// The reference of a median: its name, and its value in the unit of the median.
+/// The reference that a case's median is compared with: its name, and its value in the median's
+/// unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Beside {
     /// A reference for a ratio: a goal that is an upper bound, or the median of another case. The
@@ -75,8 +76,8 @@ impl Case {
         self
     }
 
-    /// Adds the ratio of the median to that of `memcpy`, a plain copy of as many bytes, to the
-    /// output.
+    /// Adds the ratio of the median to the median of `memcpy` to the output. `memcpy` is a plain
+    /// copy of the same number of bytes.
     pub(crate) fn beside(self, memcpy: &Case) -> Self {
         self.ratio_to("memcpy", memcpy)
     }
@@ -119,7 +120,7 @@ impl Case {
         line
     }
 
-    /// Returns the cells of the table.
+    /// Returns the cells of this case's row in the table.
     fn row(&self) -> Vec<String> {
         let figures = [0.5, 0.1, 0.9].map(|share| figure(self.quantile(share)));
         let median = self.quantile(0.5);
@@ -152,8 +153,8 @@ pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
     sorted.get(index).copied().unwrap_or(f64::NAN)
 }
 
-/// Prints cases to standard output: lines of JSON as soon as the cases are measured, so that a time
-/// limit does not lose them, or one table at the end.
+/// The printer of the output. It prints a line of JSON as soon as a case is measured, so that a
+/// time limit does not lose it, or one table at the end.
 pub(crate) struct BenchOutput {
     json: bool,
     cases: Vec<Case>,
@@ -175,7 +176,7 @@ impl BenchOutput {
         }
     }
 
-    /// Prints the table, if there is to be one.
+    /// Prints the table, unless the output is JSON.
     pub(crate) fn end(self) {
         if !self.json {
             show(&self.cases, false);
@@ -223,7 +224,8 @@ fn figure(value: f64) -> String {
     }
 }
 
-/// Formats rows below a heading. Columns are aligned right, except those in `left`.
+/// Formats rows as a table below a heading. Columns are aligned right, except those with an index
+/// in `left`.
 pub(crate) fn table(heading: &[&str], rows: Vec<Vec<String>>, left: &[usize]) -> String {
     let mut table = Table::new();
     table.load_style(NOTHING).set_header(heading).add_rows(rows);

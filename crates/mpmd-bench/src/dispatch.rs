@@ -26,10 +26,12 @@ pub(crate) struct DispatchArgs {
     on: DeviceOption,
 }
 
-/// Number of calls between two reads of the clock, below the limit on running ahead.
+/// Number of calls in a batch, between two reads of the clock. It is below the limit on running
+/// ahead.
 const BATCH: usize = 500;
 
-/// The source of a kernel that does next to nothing, which is also launched by the driver alone.
+/// The source of a kernel that does almost nothing. The reference measurement launches it by the
+/// driver alone.
 static NOTHING: Source = Source::cuda(
     "nothing.cu",
     r#"
@@ -43,7 +45,7 @@ fn nothing(cuda: Cuda<'_>, x: &View<'_>, y: &mut ViewMut<'_>) -> mpmd_core::Resu
     cuda.launch(&NOTHING, "nothing", Grid::new(1, 32), &[x.into(), y.into()])
 }
 
-/// A kernel from one array to one array that does next to nothing.
+/// A kernel from one array to one array that does almost nothing.
 struct EmptyKernel;
 
 impl Kernel for EmptyKernel {
@@ -66,7 +68,7 @@ impl Kernel for EmptyKernel {
     }
 }
 
-/// A kernel from many arrays to as many that does next to nothing.
+/// A kernel from a list of arrays to an equally long list that does almost nothing.
 struct EmptyTree;
 
 impl Kernel for EmptyTree {
@@ -95,7 +97,8 @@ impl Kernel for EmptyTree {
     }
 }
 
-/// A kernel from many arrays to one, like the forward pass of a stage with its parameters.
+/// A kernel from many arrays to one that does almost nothing. It has the form of a stage's forward
+/// pass with its parameters.
 struct First;
 
 impl Kernel for First {
@@ -132,8 +135,8 @@ pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Measures calls on a device of this process. On a GPU, batches of launches by the driver alone
-/// take turns with those of the first case.
+/// Measures calls on a device of this process. On a GPU, batches of the first case alternate with
+/// batches of launches by the driver alone.
 fn local(options: BenchOptions, device: DeviceKind, cases: &mut BenchOutput) -> Result<()> {
     let mut p = Program::builder().device_kinds(&[device]).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
@@ -256,7 +259,8 @@ fn traced(options: BenchOptions) -> Result<Vec<Case>> {
     ])
 }
 
-/// Returns the time of a call until its result is there, the mean of a hundred for each sample.
+/// Returns the mean time from a call until its result is ready, over a hundred calls for each
+/// sample.
 fn complete_times(
     p: &mut Program,
     repeats: usize,
@@ -279,7 +283,8 @@ fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {
     })
 }
 
-/// Returns the mean time to clone these handles and drop the clones in each of `repeats` batches.
+/// Returns the mean time to clone the handles `xs` and drop the clones, for each of `repeats`
+/// batches.
 fn clone_times(repeats: usize, xs: &[MpmdArray]) -> Vec<Duration> {
     let batch = |_| {
         let start = Instant::now();
@@ -291,8 +296,8 @@ fn clone_times(repeats: usize, xs: &[MpmdArray]) -> Vec<Duration> {
     (0..repeats).map(batch).collect()
 }
 
-/// Returns the mean time to issue a call in each of `repeats` batches. The device catches up
-/// between batches.
+/// Returns the mean time to issue a call, for each of `repeats` batches. Waits for all results
+/// between two batches.
 fn issue_times<T: Tree<Leaf = MpmdArray>>(
     p: &mut Program,
     repeats: usize,
@@ -301,7 +306,7 @@ fn issue_times<T: Tree<Leaf = MpmdArray>>(
     issue_times_with(p, repeats, call, || Ok(()))
 }
 
-/// Measures as [`issue_times`] does, and calls `between` after each batch.
+/// Measures like [`issue_times`], and calls `between` after each batch.
 fn issue_times_with<T: Tree<Leaf = MpmdArray>>(
     p: &mut Program,
     repeats: usize,

@@ -12,16 +12,17 @@ use crate::case::Case;
 use crate::direct::{self, Way};
 use crate::options::Size;
 
-/// Elements of the running kernel: enough to keep every multiprocessor busy.
+/// Number of elements that the background kernel changes: enough to keep every multiprocessor busy.
 const WORK: usize = 1 << 20;
 
-/// Transfers in flight at a time, so that the pauses between them are not measured.
+/// Number of transfers in flight at a time, so that pauses between transfers are not measured.
 const WINDOW: usize = 4;
 
-/// The minimum run time of one kernel, so that it covers the transfers.
+/// Minimum run time of one background kernel, so that it covers the transfers.
 const LONG_ENOUGH: Duration = Duration::from_millis(5);
 
-/// The first and the largest number of rounds of the kernel.
+/// Number of rounds in the first trial of the background kernel. `MOST_ROUNDS` is the largest
+/// number.
 const FIRST_ROUNDS: u32 = 1 << 8;
 const MOST_ROUNDS: u32 = 1 << 24;
 
@@ -39,7 +40,7 @@ extern "C" __global__ void busy(unsigned long long n, unsigned int rounds, float
 "#,
 );
 
-/// A kernel that runs this number of rounds of `busy` on its input, in place.
+/// A kernel that applies this number of rounds of `busy` to its input, in place.
 struct Busy(u32);
 
 impl Kernel for Busy {
@@ -71,14 +72,14 @@ impl Kernel for Busy {
     }
 }
 
-/// A kernel and its array, which keep the device busy during the measurement.
+/// The background kernel and its array, which keep the device busy during the measurement.
 struct Meanwhile {
     kernel: Jit<Busy>,
     x: MpmdArray,
 }
 
 impl Meanwhile {
-    /// Finds a number of rounds for which the kernel runs for `LONG_ENOUGH`, by running it on the
+    /// Finds a number of rounds for which the kernel runs for `LONG_ENOUGH`, by trials on the
     /// device of `on`.
     fn new(p: &mut Program, on: &Sharding) -> Result<Self> {
         let device = on.layout(&[WORK])?.devices()[0];
@@ -148,7 +149,7 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> Result<Vec
     Ok(cases)
 }
 
-/// Returns the mean time of one `device_put` in each sample, with `WINDOW` of them in flight at
+/// Returns the mean time of one `device_put` for each sample, with `WINDOW` transfers in flight at
 /// once.
 fn moves(
     p: &mut Program,

@@ -12,8 +12,8 @@ pub(crate) fn now() -> u64 {
 }
 
 /// Starts this program again with the same arguments, as a job of `processes` processes over
-/// `transport`. Blocks until the job ends. Returns
-/// the job's exit code, or 1 if that is not from 0 to 255.
+/// `transport`. Blocks until the job ends. Returns the job's exit code, or 1 if that is not from 0
+/// to 255.
 pub(crate) fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
     let outcome = Launch::new(processes, std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
@@ -23,7 +23,7 @@ pub(crate) fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
     Ok(u8::try_from(outcome.code()).unwrap_or(1))
 }
 
-/// Checks that a job that another launcher has started uses the transport `said`.
+/// Checks that a job which another launcher has started uses the transport `said`.
 ///
 /// # Errors
 ///

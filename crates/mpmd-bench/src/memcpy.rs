@@ -6,20 +6,20 @@ use std::time::{Duration, Instant};
 use crate::case::Case;
 use crate::options::Size;
 
-/// The minimum number of bytes that a thread copies for one sample, so that reading the clock
-/// hardly counts.
+/// Minimum number of bytes that a thread copies for one sample, so that reading the clock hardly
+/// counts.
 const SAMPLE_BYTES: usize = 64 << 20;
 
-/// Measures copies of `bytes` bytes by `threads` threads into warm memory, as a reference for moves
-/// of as many bytes.
+/// Measures copies of `bytes` bytes by `threads` threads into memory that was written before. The
+/// case is a reference for moves of the same number of bytes.
 pub(super) fn plain(bytes: usize, threads: usize, repeats: usize) -> Case {
     let plural = if threads == 1 { "" } else { "s" };
     let parameters = format!("{}, {threads} thread{plural}", Size(bytes));
     Case::bandwidth("memcpy", parameters, bytes, times(bytes, threads, repeats))
 }
 
-/// Returns the mean time of one copy of `bytes` bytes in each sample. `threads` threads each copy
-/// an equal part of them.
+/// Returns the mean time of one copy of `bytes` bytes for each sample. Each of `threads` threads
+/// copies an equal part of the bytes.
 fn times(bytes: usize, threads: usize, repeats: usize) -> Vec<Duration> {
     let (share, start) = (bytes / threads, Barrier::new(threads));
     let rounds = SAMPLE_BYTES.div_ceil(share);

@@ -22,13 +22,13 @@ use crate::job::run_as_job;
 use crate::memcpy;
 use crate::options::{BenchOptions, DeviceOption};
 
-/// Devices of the job: four that have the array, and four others.
+/// Number of devices of the job: four that have the array, and four others.
 const DEVICES: usize = 8;
 
 /// The minimum number of bytes of one sample, so that reading the clock costs nothing.
 const SAMPLE_BYTES: usize = 32 << 20;
 
-/// The number of moves in one sample on a GPU, where each takes some ten microseconds at least.
+/// Number of moves in one sample on a GPU, where a move takes at least about ten microseconds.
 const ROUNDS_ON_GPU: usize = 16;
 
 #[derive(Args, Clone, Debug)]
@@ -172,8 +172,8 @@ fn regions(devices: &[DeviceId], bytes: usize) -> mpmd_core::Result<Sharding> {
     )?)
 }
 
-/// Returns (the mean length of a `device_put`, that of a plain copy) in each sample. The first
-/// includes allocation, and ends when the array is on every device.
+/// Returns the mean times of a `device_put` and of a plain copy, one of each per sample. A
+/// `device_put` includes allocation, and ends when the array is on every device.
 fn put(
     p: &mut Program,
     args: &ReshardArgs,
@@ -253,9 +253,9 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<[C
     Ok(beside(copied, args, bytes, plain))
 }
 
-/// Takes samples of moves of `bytes` bytes, in turns with samples of plain copies. So both see the
-/// same load of the machine. `moves` makes the given number of moves and returns their time. Copies
-/// nothing if `measures` is false. Returns the mean time of (a move, a copy) in each sample,
+/// Alternates samples of moves of `bytes` bytes with samples of plain copies, so that both see the
+/// same load of the machine. `moves` makes the given number of moves and returns their total time.
+/// No bytes are copied if `measures` is false. Returns the mean times of a move and of a copy,
 /// without the first sample.
 fn in_turns(
     args: &ReshardArgs,
@@ -294,7 +294,8 @@ fn in_turns(
     Ok(times.map(|times| times.into_iter().skip(1).collect()))
 }
 
-/// Returns `moved` with its ratio to plain copies of `bytes` bytes, and these copies.
+/// Returns two cases: `moved` with its ratio to plain copies of `bytes` bytes, and the plain
+/// copies.
 fn beside(moved: Case, args: &ReshardArgs, bytes: usize, plain: Vec<Duration>) -> [Case; 2] {
     if args.on.device == DeviceKind::Cuda {
         let plain = direct::case(Way::OnDevice, bytes, plain);
@@ -309,8 +310,8 @@ fn beside(moved: Case, args: &ReshardArgs, bytes: usize, plain: Vec<Duration>) -
     [moved.beside(&plain), plain]
 }
 
-/// Measures plain copies by as many threads as the devices can use. `None` on a machine with one
-/// core.
+/// Measures plain copies by one thread per core, up to the number of devices that hold the array.
+/// `None` on a machine with one core.
 fn by_all_cores(args: &ReshardArgs, bytes: usize) -> Option<Case> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let threads = cores.min(DEVICES / 2);

@@ -20,11 +20,11 @@ use crate::job::run_as_job;
 use crate::memcpy;
 use crate::options::BenchOptions;
 
-/// Processes of the job: two publish, and two subscribe.
+/// Number of processes of the job: two publish, and two subscribe.
 const PROCESSES: usize = 4;
 /// Shape of a leaf.
 const SHAPE: [usize; 2] = [1024, 2048];
-/// Time limit of a version.
+/// Time limit for a version to arrive.
 const LONGEST: Duration = Duration::from_secs(120);
 
 #[derive(Args, Clone, Debug)]
@@ -42,8 +42,8 @@ pub(crate) struct WeightsArgs {
     changed: Option<f64>,
 }
 
-/// Measures the time from the call that publishes a version to the moment at which it is whole on
-/// all processes. Starts the job if this process is not in one.
+/// Measures the time from the call that publishes a version until all processes have the whole
+/// version. Starts the job if this process is not in one.
 pub(super) fn weights(args: &WeightsArgs) -> Result<ExitCode> {
     ensure!(
         args.mib > 0 && args.mib.is_multiple_of(16),
@@ -124,8 +124,8 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
     Ok(())
 }
 
-/// Prints the times of versions beside a copy of memory. `moved` is the number of bytes of a
-/// version that the subscribers have taken.
+/// Prints the times of versions beside those of a memory copy. `moved` is the number of bytes of a
+/// version that the subscribers have received.
 fn show(args: &WeightsArgs, moved: u64, times: Vec<Duration>) {
     let all = (args.mib << 20) / 2;
     let percent = 100.0 * moved as f64 / all as f64;
@@ -167,8 +167,8 @@ fn tree(
     (0..count).map(leaf).collect()
 }
 
-/// Returns an element of a version. With `most`, an element changes in a version if a number that
-/// belongs to both is below it.
+/// Returns the value of an element in a version. With `most`, the element changes in a version only
+/// if a hash of its index and the version is below `most`.
 fn element(place: u64, version: u64, most: Option<u32>) -> f32 {
     let mixed = |version: u64| {
         let x = (place ^ version << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15);

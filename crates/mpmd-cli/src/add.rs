@@ -7,9 +7,9 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use anyhow::Context as _;
 use mpmd_launch::{EXEC, JobEnv};
 
-/// Starts `count` processes of `program`, the running job's program, on this machine. They wait for
-/// places in the job of process `job`. Blocks until all have ended. The exit code is the first that
-/// is not 0.
+/// Starts `count` processes of `program`, the program of a running job, on this machine. They wait
+/// until the job of process `job` takes them in. Blocks until all have ended. Returns the first
+/// exit code that is not 0.
 pub(crate) fn add(
     count: u32,
     job: u32,
@@ -45,7 +45,7 @@ pub(crate) fn add(
     ))
 }
 
-/// Child processes. Dropping this kills them and waits for their ends.
+/// Child processes. Dropping this kills them and waits for them to end.
 struct Children(Vec<Child>);
 
 impl Drop for Children {

@@ -37,8 +37,8 @@ pub(crate) fn write_output(file: Option<&PathBuf>, content: &str) -> Result<()> 
     file.map_or_else(|| say(content), |path| write(path, content))
 }
 
-/// Writes to standard output, with control characters escaped. A closed pipe is not an error: the
-/// reader may have seen enough.
+/// Writes text to standard output, with control characters escaped. A closed pipe is not an error:
+/// the reader may have seen enough.
 pub(crate) fn say(text: &str) -> Result<()> {
     say_to_reader("", text).map(drop)
 }
@@ -48,14 +48,14 @@ pub(crate) fn complain(error: &dyn std::fmt::Display) {
     note(&format!("mpmd: {error:#}"));
 }
 
-/// Writes a line to standard error, with control characters escaped. Does nothing if nobody reads
-/// it: `eprintln!` would panic.
+/// Writes a line to standard error, with control characters escaped. Ignores a closed pipe, on
+/// which `eprintln!` would panic.
 pub(crate) fn note(line: &str) {
     let _ = io::stderr().write_all(format!("{}\n", printable(line)).as_bytes());
 }
 
-/// Writes to standard output: `commands` for a terminal as they are, and a text with control
-/// characters escaped. Returns false if it is a closed pipe: nobody reads any more.
+/// Writes to standard output: `commands` for a terminal unchanged, then `text` with control
+/// characters escaped. Returns false if the pipe is closed, because nobody reads any more.
 pub(crate) fn say_to_reader(commands: &str, text: &str) -> Result<bool> {
     let mut out = io::stdout().lock();
     let all = format!("{commands}{}", printable(text));

@@ -13,11 +13,12 @@ use clap::Args;
 use mpmd_core::transports;
 use mpmd_launch::{EXEC, Launch, adopt, device_kinds, variables};
 
-/// The hidden subcommand by which `run` starts the job's guard: a process that ends the job's
+/// Name of the hidden subcommand for the job's guard. The guard is a process that ends the job's
 /// processes if the launcher dies.
 pub(crate) const GUARD: &str = "__guard";
 
-/// The exit codes of a shell for a program that does not exist, and for one that it cannot start.
+/// Exit code of a shell for a program that does not exist. `NOT_RUN` is for a program that it
+/// cannot start.
 const NO_SUCH_PROGRAM: u8 = 127;
 const NOT_RUN: u8 = 126;
 
@@ -93,8 +94,8 @@ impl RunArgs {
     /// process that failed first, 0 if none failed. It is 127 if the program does not exist, and
     /// 126 if it cannot be executed.
     ///
-    /// With `--add`, adds processes to a job instead: by default the one of the process that
-    /// `of_only_job` returns.
+    /// With `--add`, adds processes to a running job instead. Without `--job`, that is the job of
+    /// the process that `of_only_job` returns.
     pub(crate) fn run(
         self,
         of_only_job: impl FnOnce() -> anyhow::Result<u32>,
@@ -161,8 +162,8 @@ pub(crate) struct Exec {
 
 impl Exec {
     /// Replaces this process by the program; returns only if that fails. The settings that
-    /// [`adopt`] makes in the operating system survive the `exec`. So programs without this library
-    /// also end with the launcher.
+    /// [`adopt`] makes in the operating system survive the `exec`. So programs that do not use this
+    /// library also end with the launcher.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
@@ -176,8 +177,8 @@ impl Exec {
     }
 }
 
-/// Returns the path at which a shell would find `program`, or (the exit code of a shell, the reason
-/// why it cannot be started).
+/// Returns the path at which a shell would find `program`. The error is (exit code of a shell,
+/// reason why the program cannot be started).
 pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
     let mut missing = (
         NO_SUCH_PROGRAM,
@@ -210,20 +211,21 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
     Err(missing)
 }
 
-/// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
+/// Checks a list of device kinds for [`variables::DEVICE`]. Returns the list without surrounding
+/// blanks.
 pub(crate) fn kinds(text: &str) -> anyhow::Result<String> {
     device_kinds(text.trim())?;
     Ok(text.trim().to_owned())
 }
 
-/// Returns a time longer than zero.
+/// Parses a time that is longer than zero.
 pub(crate) fn above_zero(text: &str) -> anyhow::Result<Duration> {
     let time = seconds(text)?;
     ensure!(!time.is_zero(), "it must be above 0");
     Ok(time)
 }
 
-/// Returns the time that a text says in seconds, such as `5` or `5s`.
+/// Parses a time in seconds, such as `5` or `5s`.
 pub(crate) fn seconds(text: &str) -> anyhow::Result<Duration> {
     let number = text.strip_suffix('s').unwrap_or(text);
     let number = number.parse::<f64>().ok();

@@ -6,15 +6,16 @@
 use mpmd_schedule::timeline::{Bar, BarKind, Timeline, TimelineRow};
 use serde_json::{Value, json};
 
-/// Track numbers from one row to the next: its computations, then its transfers.
+/// Distance between the track numbers of two rows. A row has one track for computations, then
+/// tracks for transfers.
 const TRACKS_OF_ROW: usize = 1000;
 
-/// Microseconds of a `unit` of a timeline whose times are only relative to each other.
+/// Microseconds per unit in a timeline whose times are only relative to each other.
 const MICROS_OF_UNIT: f64 = 1e3;
 const MICROS_OF_SECOND: f64 = 1e6;
 
-/// Returns a timeline as Trace Event JSON. Times are in microseconds; a relative unit is a
-/// millisecond.
+/// Returns a timeline as Trace Event JSON. Times are in microseconds; a unit of relative time is
+/// shown as a millisecond.
 pub(crate) fn trace_events(timeline: &Timeline) -> Value {
     let scale = match &*timeline.unit {
         "s" => MICROS_OF_SECOND,
@@ -43,7 +44,7 @@ pub(crate) fn trace_events(timeline: &Timeline) -> Value {
 }
 
 struct Events {
-    /// Microseconds of a timeline's unit.
+    /// Microseconds per unit of the timeline.
     scale: f64,
     found: Vec<Value>,
 }

@@ -157,21 +157,21 @@ enum Compute {
     Bf16,
 }
 
-/// (pattern of parameter paths, tactic): see [`mpmd::sharding::rules`].
+/// A sharding rule, as (pattern of parameter paths, tactic): see [`mpmd::sharding::rules`].
 type RuleText = (String, String);
 
-/// Rules for the shardings in computation: each device of the axis `model` has some heads and some
-/// hidden columns.
+/// Sharding rules for computation: each device of the axis `model` computes some attention heads
+/// and some hidden columns.
 const COMPUTE: [(&str, &str); 3] = [
     (r".*\.(qkv|up)\..*", r#"shard_dim("model", 0)"#),
     (r".*\.(out|down)\.weight", r#"shard_dim("model", 1)"#),
     (".*", "replicate"),
 ];
 
-/// A pipeline from bytes to `Y`.
+/// A pipeline from bytes to outputs of type `Y`.
 type Model<Y> = Pipeline<MpmdArray, Y>;
 
-/// The parameters of each stage by path.
+/// The parameters of each stage, by their paths.
 type Params = Vec<BTreeMap<String, MpmdArray>>;
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -243,8 +243,8 @@ fn main() -> anyhow::Result<ExitCode> {
     Ok(ended.map_or(code, |code| ExitCode::from(*code)))
 }
 
-/// Trains, saves, evaluates and samples. Goes on from `commits` in a job that recovers. Returns the
-/// signal that ended the run early, or `None`.
+/// Trains, saves, evaluates and samples. In a job that recovers, continues from `commits`. Returns
+/// the signal that ended the run early, or `None`.
 fn run(
     p: &mut Program,
     args: &Args,
@@ -315,7 +315,7 @@ fn loss(part: &ModelPart, x: Tensor, cx: &mut Cx<'_>) -> candle::Result<Loss<Ten
     Ok(Loss::new(sum?, weight?))
 }
 
-/// The arguments, with the files that they name.
+/// The arguments, and the contents of the files that they name.
 struct TrainingPlan<'a> {
     args: &'a Args,
     schedule: Schedule,
@@ -384,7 +384,7 @@ impl<'a> TrainingPlan<'a> {
         Ok(ranks_of_stages.map(|rank| by_rank[*rank].clone()).collect())
     }
 
-    /// Returns a trainer with new parameters.
+    /// Creates a trainer with initial parameters.
     fn trainer(&self, p: &mut Program, meshes: &[Mesh]) -> anyhow::Result<Trainer<MpmdArray>> {
         let args = self.args;
         let total = args.steps as u64;
@@ -442,7 +442,7 @@ impl<'a> TrainingPlan<'a> {
         Ok(())
     }
 
-    /// Returns the limits and checkpoints of the training.
+    /// Returns the number of steps, the time limit and the checkpoints of the training.
     fn steps(&self) -> Run<'_> {
         let args = self.args;
         let end = if args.seconds.is_some() {
@@ -463,7 +463,7 @@ impl<'a> TrainingPlan<'a> {
         steps
     }
 
-    /// Returns the schedules with which the training may go on.
+    /// Returns the inputs for choosing a schedule when the number of processes changes.
     fn layouts(&self) -> anyhow::Result<Layouts> {
         let Args {
             sizes,
@@ -497,8 +497,8 @@ impl<'a> TrainingPlan<'a> {
         })
     }
 
-    /// Creates the pipeline with its initial parameters, or with others. `last` computes the
-    /// outputs of the last stage.
+    /// Creates the pipeline with `params`, or with initial parameters if that is `None`. `last`
+    /// computes the outputs of the last stage.
     fn pipeline<Y: Tensors>(
         &self,
         p: &mut Program,
@@ -548,7 +548,8 @@ impl<'a> TrainingPlan<'a> {
         Ok(pipeline)
     }
 
-    /// Creates the same pipeline of stages that issue CUDA kernels.
+    /// Creates the pipeline from stages that launch CUDA kernels, with the same initial parameters
+    /// as the stages of candle.
     fn kernel_pipeline(&self, p: &mut Program, meshes: &[Mesh]) -> Result<Model<Loss<MpmdArray>>> {
         let math = match self.args.compute {
             Compute::Tf32 => Math::Tf32,
@@ -580,13 +581,13 @@ impl<'a> TrainingPlan<'a> {
         })
     }
 
-    /// Returns the blocks of a stage.
+    /// Returns the range of transformer blocks in a stage.
     fn blocks(&self, stage: usize) -> Range<usize> {
         let bound = |stage: usize| stage * self.args.sizes.layers / self.schedule.stages();
         bound(stage)..bound(stage + 1)
     }
 
-    /// Returns the constructor of a stage's part of the model.
+    /// Returns a function that constructs a stage's part of the model.
     fn part(
         &self,
         stage: usize,
@@ -604,7 +605,7 @@ impl<'a> TrainingPlan<'a> {
         }
     }
 
-    /// Makes the parameters of a stage in their stored shardings, unless they are given.
+    /// Returns `given`, or else makes the initial parameters of a stage in their stored shardings.
     fn params<Y: Tensors>(
         &self,
         p: &mut Program,
@@ -621,8 +622,8 @@ impl<'a> TrainingPlan<'a> {
         )
     }
 
-    /// Returns the shardings of parameters in computation and in storage. `None` without
-    /// parameters.
+    /// Returns the shardings of a stage's parameters, as `[computation, storage]`. `None` if the
+    /// stage has no parameters.
     fn shardings(
         &self,
         leaves: Vec<(String, ShapedArray)>,
@@ -698,8 +699,8 @@ fn read_strategy(path: &Path) -> anyhow::Result<Vec<RuleText>> {
     })
 }
 
-/// Continues the prompt by up to `--sample` bytes, and returns them on every process. Ends early if
-/// process 0 is asked to stop.
+/// Continues the prompt by up to `--sample` bytes, and returns the new bytes on every process. Ends
+/// early if `stop` is set on process 0.
 fn sample(
     p: &mut Program,
     mut model: Model<MpmdArray>,

@@ -7,20 +7,20 @@ use mpmd::sharding::Sharding;
 
 use super::{DEVICES, InitialValues, JobSettings, Number, STAGES, TrainingJob};
 
-/// Microbatches of a step, rows of the batch, and width of the weights.
+/// The number of microbatches of a step, of rows of the batch, and of columns of the weights.
 const SIZE: usize = 4;
 
 /// Results of an independent implementation, in double precision and without tensor parallelism.
 mod figures {
-    /// By step: the loss of each microbatch if each is the whole batch. It is also the mean loss if
-    /// each microbatch is one row.
+    /// Loss of each step. It is the loss of every microbatch if each is the whole batch, and the
+    /// mean loss if each is one row.
     pub(super) const LOSSES: [f64; 6] =
         [2.217942, 1.206537, 0.180603, 0.030177, 0.024658, 0.014348];
-    /// The losses if each microbatch is one row, in the first and in the last step.
+    /// Loss of each microbatch in the first step, if each microbatch is one row.
     pub(super) const FIRST_BY_ROW: [f64; 4] = [0.179679, 1.032449, 2.644327, 5.015312];
     pub(super) const LAST_BY_ROW: [f64; 4] = [0.019327, 0.008598, 0.008983, 0.020484];
-    /// Row 0 of `WA` of stage 0 and row 3 of `WB` of stage 3 after the last step, with or without
-    /// slicing.
+    /// Row 0 of stage 0's `WA` after the last step, with or without slicing. `WB3` is row 3 of
+    /// stage 3's `WB`.
     pub(super) const WA0: [f64; 4] = [0.983358, 0.129885, 0.048083, -0.062251];
     pub(super) const WB3: [f64; 4] = [0.036992, 0.143912, -0.106465, 1.103899];
 }
@@ -29,7 +29,7 @@ mod figures {
 /// digits.
 const TOLERANCE: f64 = 1e-5;
 
-/// The expected figures of a run, and the figures found.
+/// The expected figures of all runs, and the figures found.
 #[derive(Clone, Debug)]
 pub struct CheckReport {
     rows: Vec<CheckedQuantity>,
@@ -45,13 +45,13 @@ struct CheckedQuantity {
     found: Vec<f64>,
 }
 
-/// Runs the check job in `f32` and `f64`. Each runs twice: with the whole batch as each microbatch,
-/// and with slices of it. The figures expect the learning rate
+/// Runs the check job in `f32` and `f64`, each twice: with the whole batch as each microbatch, and
+/// with one row as each microbatch. The expected figures hold for the learning rate
 /// [`LEARNING_RATE`](super::LEARNING_RATE).
 ///
-/// The loss of a microbatch is the mean square over its own elements. A slice is one row, whose
-/// mean is over a fourth of the elements. So both runs have the same mean gradient, the same
-/// weights up to rounding, and the same mean loss.
+/// The loss of a microbatch is the mean square over its own elements. One row has a fourth of the
+/// batch's elements. So both runs have the same mean gradient, the same weights up to rounding, and
+/// the same mean loss.
 ///
 /// All processes get the same report. Blocks until the job has ended.
 ///
@@ -128,8 +128,8 @@ fn run<T: Number>(
     Ok(rows)
 }
 
-/// Moves an array to all devices of the job and waits for it. Returns its values: none in a dry
-/// run.
+/// Moves an array to all devices of the job and waits for it. Returns its values; in a dry run an
+/// empty list.
 fn values<T: Number>(p: &mut Program, array: &MpmdArray, all: &Sharding) -> Result<Vec<f64>> {
     let Some(values) = p.device_put(array, all)?.to_host()? else {
         return Ok(Vec::new());

@@ -24,7 +24,7 @@ use stages::{Products, SquareError, StageWeights};
 const STAGES: usize = 4;
 /// Number of devices of the job: two for each stage.
 pub const DEVICES: usize = 8;
-/// Learning rate with which the check's figures were computed. Also suits random weights.
+/// Learning rate with which the figures of [`check()`] were computed. It also suits random weights.
 pub const LEARNING_RATE: f64 = 0.04;
 
 /// The sizes, the learning rate and the initial values of a job.
@@ -90,21 +90,21 @@ pub struct TrainingJob {
     learning_rate: f64,
 }
 
-/// A microbatch.
+/// The inputs and labels of one microbatch.
 struct LabelledInput {
-    /// On the first stage.
+    /// The inputs, on the first stage.
     x: MpmdArray,
-    /// On the last stage.
+    /// The labels, on the last stage.
     labels: MpmdArray,
 }
 
 impl TrainingJob {
-    /// Issues the making of weights and batch, each on the devices that own them.
+    /// Issues operations that create the weights and the batch on their devices.
     ///
     /// # Errors
     ///
-    /// If the job has not [`DEVICES`] devices, the width is odd, or `slice` is asked for and the
-    /// microbatches do not divide the batch.
+    /// If the job does not have [`DEVICES`] devices, if the width is odd, or if `slice` is true and
+    /// the microbatches do not divide the batch.
     pub fn new<T: Number>(p: &mut Program, settings: &JobSettings) -> Result<Self> {
         let JobSettings {
             width,
@@ -165,9 +165,9 @@ impl TrainingJob {
         })
     }
 
-    /// Issues one step and returns at once. Returns (losses, figures), which are on the last stage:
-    /// the loss of each microbatch before the step's update, and the figures of
-    /// [`Optimizer::step`], of which the first is the mean loss.
+    /// Issues one step and returns at once. Returns (losses, figures), both on the last stage. The
+    /// losses are those of each microbatch before the update. The figures are those of
+    /// [`Optimizer::step`]; the first is the mean loss.
     ///
     /// # Errors
     ///
@@ -193,8 +193,8 @@ impl TrainingJob {
     }
 }
 
-/// Issues the making of a matrix from a function of row and column, and returns without waiting.
-/// Owners fill their own parts.
+/// Issues an operation that fills a matrix by a function of row and column, and returns without
+/// waiting. Each process fills the shards of its own devices.
 fn filled<T: Number>(
     p: &mut Program,
     shape: [usize; 2],

@@ -18,7 +18,7 @@ pub trait Number: Scalar + Float + Reducible {}
 impl Number for f32 {}
 impl Number for f64 {}
 
-/// The weights of a stage, or one value for each of them.
+/// The weights of a stage, or another value `L` for each of the two weights.
 #[derive(Clone, Debug, Tree)]
 pub(super) struct StageWeights<L> {
     /// Weights of the first product: `[width, width]`, columns sharded over `"model"`.
@@ -27,10 +27,11 @@ pub(super) struct StageWeights<L> {
     pub(super) wb: L,
 }
 
-/// Any stage except the last.
+/// Any stage except the last: two matrix products.
 pub(super) struct Products<T>(pub(super) PhantomData<fn() -> T>);
 
-/// The last stage, and the mean square error of its output. The labels are its side input.
+/// The last stage: two matrix products, and the mean square error of the result. The labels are the
+/// side input.
 pub(super) struct SquareError<T>(pub(super) PhantomData<fn() -> T>);
 
 type Shape = ShapedArray;

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 /// Time limit for one program: far more than any of these needs, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(90);
 
-/// Kills the child process when dropped, and waits for its end. The processes that the child has
-/// started end with it.
+/// A program that a test has started. Dropping this kills it and waits for its end. The processes
+/// that it has started end with it.
 struct Running(Child);
 
 impl Drop for Running {
@@ -56,8 +56,8 @@ fn run(folder: &Path, program: &str, args: &[&str]) -> Ended {
     Ended { code, out, err }
 }
 
-/// Returns the path of a program of this package: it lies in the folder above the running test's,
-/// also where both were moved after they were built.
+/// Returns the path of a program of this package, in the parent of the running test's folder. It is
+/// found there also if both were moved after the build.
 fn program(name: &str) -> String {
     let this = std::env::current_exe().unwrap();
     this.ancestors()
@@ -128,7 +128,8 @@ fn programs_run_on_gpus_or_report_an_error() {
     assert!(err.contains("cpu or cuda"), "{err}");
 }
 
-/// candle stages and optimisers compute in host memory on any device.
+/// Tests equality to the bit, because candle stages and optimisers compute in host memory on any
+/// device.
 #[test]
 fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
     if softcuda::again!() {
@@ -178,7 +179,7 @@ fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
     }
 }
 
-/// This test does not hide real drivers: it is skipped on a machine with one.
+/// Needs a machine without a real driver, which this test does not hide; otherwise it is skipped.
 #[test]
 fn training_without_a_driver_reports_it() {
     if mpmd::cuda::gpu_names().is_ok() {

@@ -25,7 +25,7 @@ const STEPS: u64 = 20;
 
 type Model = Pipeline<MpmdArray, Loss<MpmdArray>>;
 
-/// Makes two stages, of one and of two blocks.
+/// Creates a model of two stages, with one block and with two blocks.
 fn model(
     p: &mut Program,
     (kind, computes_in): (DeviceKind, DType),
@@ -83,8 +83,8 @@ fn microbatches(p: &mut Program, meshes: &[Mesh], step: u64) -> Result<Vec<Micro
     (0..MICROBATCHES).map(one).collect()
 }
 
-/// Trains on two devices of this kind. Returns the losses, and the bytes that were copied between
-/// host and devices inside of the steps after the first.
+/// Trains on two devices of the kind `kind`. Returns the losses, and the bytes that the steps after
+/// the first have copied between host and devices.
 fn train(kind: DeviceKind, computes_in: DType, steps: u64) -> (Vec<f64>, u64) {
     const COPIES: [&str; 4] = [
         "pinned_to_device",

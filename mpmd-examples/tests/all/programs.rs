@@ -15,8 +15,8 @@ struct Run {
     err: String,
 }
 
-/// Kills the child process when dropped, and waits for its end. The processes that the child has
-/// started end with it.
+/// A program that a test has started. Dropping this kills it and waits for its end. The processes
+/// that it has started end with it.
 struct Running(Child);
 
 impl Drop for Running {

@@ -8,10 +8,11 @@ use std::sync::Arc;
 use crate::Fact;
 use clap::{ArgMatches, Command, Id};
 
-/// Options that say where or how one process runs. They may differ.
+/// Ids of options that say where or how one process runs. Their values may differ between
+/// processes.
 ///
-/// The first four are of [`JobArgs`](crate::job::JobArgs): under a launcher they do not count. The
-/// others are addresses and numbers of one process.
+/// The first four belong to [`JobArgs`](crate::job::JobArgs), and are ignored under a launcher. The
+/// others are the addresses and the number of one process.
 const OF_ONE_PROCESS: [&str; 7] = [
     "processes",
     "transport",
@@ -22,23 +23,25 @@ const OF_ONE_PROCESS: [&str; 7] = [
     "rank",
 ];
 
-/// Limit on the characters of an option's value in a message. Longer ones are compared by a hash.
+/// Maximum number of characters of an option's value in a message. A longer value is cut, and
+/// compared by its hash.
 const LONGEST_VALUE: usize = 200;
 
-/// The options of a program, as it was started with them: those of the whole command, also if they
-/// belong to other structs than [`JobArgs`](crate::job::JobArgs).
+/// The values of all options on the program's command line, including those outside of
+/// [`JobArgs`](crate::job::JobArgs).
 ///
-/// An option that names files or folders counts by the number of its values: paths may differ from
-/// host to host. Their contents are compared as inputs, see
+/// An option of files or folders counts by its number of values alone, because paths may differ
+/// from host to host. Contents are compared as inputs: see
 /// [`JobArgs::input`](crate::job::JobArgs::input).
 #[derive(Clone, Debug, Default)]
 pub struct ComparedOptions {
-    /// By the id of the option.
+    /// The options that have a value, as (option id, fact).
     facts: Vec<(String, Fact)>,
 }
 
 impl ComparedOptions {
-    /// Returns a fact for each option that has a value, but for those in `may_differ`.
+    /// Returns a fact for each option that has a value. Leaves out the options in `OF_ONE_PROCESS`
+    /// and those with ids in `may_differ`.
     pub(crate) fn facts(&self, may_differ: &[String]) -> Vec<Fact> {
         let is_compared =
             |id: &String| !OF_ONE_PROCESS.contains(&id.as_str()) && !may_differ.contains(id);
@@ -85,8 +88,8 @@ impl clap::Args for ComparedOptions {
     }
 }
 
-/// Returns the name of an option as users write it. An id in capitals is the name of an argument
-/// without one.
+/// Returns the name of an option as users write it, such as `--save-every`. Returns an id with a
+/// capital first letter unchanged: it names a positional argument.
 fn name_of(id: &str) -> String {
     match id.starts_with(|first: char| first.is_uppercase()) {
         true => id.to_owned(),
@@ -94,7 +97,8 @@ fn name_of(id: &str) -> String {
     }
 }
 
-/// Returns a value as one word, without characters that a terminal would obey.
+/// Returns the value as one word with control characters escaped. A value that is empty or has
+/// blanks is quoted.
 fn shown(value: &OsStr) -> String {
     let text = value.to_string_lossy();
     match text.is_empty() || text.contains(char::is_whitespace) {
@@ -103,7 +107,8 @@ fn shown(value: &OsStr) -> String {
     }
 }
 
-/// Shortens a long value for messages. Its hash tells it from others.
+/// Shortens a value of more than `LONGEST_VALUE` characters for messages. The result has the length
+/// and a hash of the whole value.
 fn cut(value: String) -> String {
     if value.chars().count() <= LONGEST_VALUE {
         return value;
@@ -119,7 +124,7 @@ fn cut(value: String) -> String {
 
 type FindFacts = dyn Fn() -> Vec<Fact> + Send + Sync;
 
-/// The inputs of a program, such as files.
+/// The inputs of a program, such as files, as functions that return facts about them.
 #[derive(Clone, Default)]
 pub struct JobInputs {
     find: Vec<Arc<FindFacts>>,

@@ -49,11 +49,11 @@ pub use mpmd_base::{bytes_text, parse_bytes};
 pub use mpmd_launch::printable;
 pub use numbers::{NumberError, at_least, not_negative, positive};
 
-/// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
-/// for a last step, a checkpoint and the final messages.
+/// Time limit for the processes to exit after Ctrl-C, or after one has failed: enough for a last
+/// step, a checkpoint and the final messages.
 const GRACE: Duration = Duration::from_secs(60);
 
-/// The place of these arguments in a program's help: behind its own.
+/// Display order of these options in a program's help: after the program's own options.
 const LAST: usize = 1000;
 
 /// Arguments that every program takes: how to run the job.
@@ -91,7 +91,7 @@ pub struct JobArgs {
     pub inputs: JobInputs,
 }
 
-/// Kinds of devices, by process. Processes beyond the end of the list use its last kind.
+/// Kinds of devices, by process number. Processes beyond the end of the list use its last kind.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct DeviceKindList(Vec<DeviceKind>);
 
@@ -100,8 +100,7 @@ fn devices(text: &str) -> Result<DeviceKindList, LaunchError> {
 }
 
 impl DeviceKindList {
-    /// Returns one kind for each of `processes` processes, and those for further processes that the
-    /// list has.
+    /// Returns the kind of each of `processes` processes. Returns a longer list whole.
     fn of(&self, processes: usize) -> Vec<DeviceKind> {
         let mut kinds = self.0.clone();
         let last = kinds.last().copied().unwrap_or(DeviceKind::Cpu);
@@ -133,23 +132,24 @@ pub enum JobTransport {
 }
 
 impl JobArgs {
-    /// Adds facts about an input, such as the content of a file, which must be equal on all
-    /// processes. `find` is called in each process of a job before it joins, and again when a
-    /// process that has waited gets a place.
+    /// Adds an input, such as the content of a file, that must be equal on all processes. `find`
+    /// returns the facts to compare. Each process calls it before it joins the job, and again if it
+    /// waited as a spare and gets a place.
     #[must_use]
     pub fn input(mut self, find: impl Fn() -> Vec<Fact> + Send + Sync + 'static) -> Self {
         self.inputs.add(find);
         self
     }
 
-    /// Lets options of the program differ from process to process, by their ids: `save_every`.
+    /// Allows options of the program to differ between processes. `ids` are option ids, such as
+    /// `save_every`.
     #[must_use]
     pub fn may_differ(mut self, ids: impl IntoIterator<Item: Into<String>>) -> Self {
         self.may_differ.extend(ids.into_iter().map(Into::into));
         self
     }
 
-    /// Returns a builder that compares the options and the inputs of the processes.
+    /// Returns a builder with a check that options and inputs are equal on all processes.
     fn compared(&self) -> Builder {
         let options = self.options.clone();
         let may_differ = self.may_differ.clone();
@@ -163,11 +163,11 @@ impl JobArgs {
         })
     }
 
-    /// Returns the kinds of the devices of the job's processes. The list contains each kind at
-    /// least once.
+    /// Returns the device kinds of the job's processes, by process number. Further processes have
+    /// the last kind.
     ///
-    /// If a launcher has started the program, its setting counts, otherwise these arguments, then
-    /// `MPMD_DEVICE`. Returns `None` if no kind is set: all devices are then CPUs.
+    /// The launcher's setting counts if a launcher has started the program. Otherwise `--device`
+    /// counts, then `MPMD_DEVICE`. Returns `None` if no kind is set: all devices are then CPUs.
     ///
     /// # Errors
     ///
@@ -184,11 +184,12 @@ impl JobArgs {
         Ok(inherited.map(device_kinds).transpose()?)
     }
 
-    /// Checks that all devices are CPUs, for programs without kernels for other devices.
+    /// Checks that all devices are CPUs, for programs without kernels for other devices. `program`
+    /// is the name in the error.
     ///
     /// # Errors
     ///
-    /// If the job has devices of another kind, or as [`device_kinds`](Self::device_kinds).
+    /// If the job has a device of another kind, or if [`device_kinds`](Self::device_kinds) fails.
     pub fn only_on_cpus(&self, program: &str) -> anyhow::Result<()> {
         let kinds = self.device_kinds()?.unwrap_or_default();
         let all_cpus = kinds.iter().all(|kind| *kind == DeviceKind::Cpu);
@@ -213,33 +214,33 @@ impl JobTransport {
     }
 }
 
-/// The part that a process has in a job.
+/// The role of a process in a job.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum JobPart {
-    /// It starts the processes of the job, and is none of them.
+    /// Starts the processes of the job, and is not one of them.
     Parent,
-    /// It is process 0.
+    /// Process 0.
     First,
-    /// It is another process, or a dry run.
+    /// A process with another number, or a dry run.
     Other,
 }
 
-/// A program's result that is not good enough, although the program ran to its end. The job's exit
+/// The error of a program that ran to its end with a result that is not good enough. The job's exit
 /// code is 1.
 ///
-/// Every process must return it, as every decision must be the same on all processes. Otherwise the
-/// other processes wait for a process that has ended. Only process 0 prints it.
+/// Every process must return this error, or the others wait for a process that has ended. Only
+/// process 0 prints it.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct Rejected(pub String);
 
-/// The devices of a job, and their places.
+/// The number of devices of a job, and the groups that must stay together.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum DevicePlacement {
     /// This number of devices, spread evenly over all processes.
     Even(usize),
-    /// One group for each number, with that number of devices. All processes have equally many
-    /// groups, or else equally many devices.
+    /// Groups of devices, by size. Each process gets equally many whole groups, in order. If that
+    /// is impossible, each process gets equally many devices.
     Groups(Vec<usize>),
 }
 
@@ -263,7 +264,7 @@ impl DevicePlacement {
         }
     }
 
-    /// Returns the numbers of processes that fit: `1, 2, 4`.
+    /// Returns the numbers of processes over which the devices can be spread, as a text: `1, 2, 4`.
     fn process_counts(&self) -> String {
         match self {
             Self::Even(devices) => process_counts(*devices),
@@ -277,7 +278,8 @@ impl DevicePlacement {
         }
     }
 
-    /// Returns the number of devices of each process, if they can be placed on as many.
+    /// Returns the number of devices of each of `processes` processes. `None` if the devices cannot
+    /// be spread over them.
     fn by_process(&self, processes: usize) -> Option<Vec<usize>> {
         match self {
             Self::Groups(groups) if processes > 0 && groups.len().is_multiple_of(processes) => {
@@ -297,17 +299,17 @@ impl DevicePlacement {
     }
 }
 
-/// Runs `program` over these devices. `args` and the environment decide how:
+/// Runs `program` as a job on `devices`. `args` and the environment decide how:
 ///
-/// - as this one process, if a launcher has started it;
-/// - as this one process too, with one process;
-/// - as threads, with `--transport inproc`;
-/// - otherwise as child processes: this executable is started once for each process, with the same
-///   arguments.
+/// - as one process of a launcher's job, if a launcher has started this process;
+/// - as a job of this process alone, if the number of processes is one;
+/// - as threads of this process, with `--transport inproc`;
+/// - otherwise as child processes, which run this executable with the same arguments.
 ///
-/// `default_processes` is the largest number of processes without `--processes`: fewer start if the
-/// devices cannot be spread evenly over as many. The program is finished as by [`Program::run`].
-/// Prints the program's error, and returns the job's exit code. Blocks until the job has ended.
+/// `default_processes` is the largest number of processes without `--processes`. Fewer start if the
+/// devices cannot be spread evenly over that number. Each process finishes the program as
+/// [`Program::run`] does. Prints the program's error, and returns the job's exit code. Blocks until
+/// the job has ended.
 ///
 /// # Errors
 ///
@@ -379,9 +381,9 @@ struct OnlyJobArgs {
     job: JobArgs,
 }
 
-/// Runs `program` as [`run`] does, with the arguments of the command line, which are those of
-/// [`JobArgs`]. Prints an error and ends the process if they are wrong. Blocks until the job has
-/// ended, and returns its exit code.
+/// Runs `program` as [`run`] does, with the options of [`JobArgs`] from the command line. Prints an
+/// error and ends the process if an option is wrong. Blocks until the job has ended, and returns
+/// its exit code.
 ///
 /// ```no_run
 /// fn main() -> std::process::ExitCode {
@@ -403,10 +405,11 @@ pub fn main(
     })
 }
 
-/// Prints a line of each process on process 0, in the order of the processes: `process 0: LINE`.
-/// Blocks until all lines have arrived. In a [dry run](Program::is_dry_run) it prints nothing.
+/// Prints the `line` of every process on process 0, in the order of process numbers: `process 0:
+/// LINE`. Blocks until all lines have arrived. In a [dry run](Program::is_dry_run) it prints
+/// nothing.
 ///
-/// Processes that print by themselves share the output, so their lines come in any order.
+/// If each process prints its own line instead, the lines come in any order.
 ///
 /// # Errors
 ///
@@ -421,32 +424,32 @@ pub fn print_in_order(p: &mut Program, line: impl fmt::Display) -> crate::Result
     Ok(())
 }
 
-/// Lets a write beyond the limit on the size of files (`ulimit -f`) fail. By default it ends the
-/// process by SIGXFSZ.
+/// Makes a write beyond the limit on file sizes (`ulimit -f`) fail with an error. By default,
+/// SIGXFSZ would end the process.
 fn fail_writes_to_full_files() -> anyhow::Result<()> {
     signal_hook::flag::register(SIGXFSZ, Arc::default())
         .context("listening for SIGXFSZ")
         .map(drop)
 }
 
-/// A function that says with how many devices a program goes on with a number of processes: see
-/// [`RecoveringBuilder::layout`](crate::RecoveringBuilder::layout).
+/// A function from a number of processes to the number of devices with which the program goes on
+/// there: see [`RecoveringBuilder::layout`](crate::RecoveringBuilder::layout).
 pub type Layout = Box<dyn Fn(usize) -> Result<usize, String> + Send + Sync>;
 
 /// Settings of a job that goes on when it loses processes.
 #[derive(Default)]
 pub struct Elastic {
-    /// The layout of a program that goes on with fewer processes if none is left for a free place:
-    /// see [`OnLoss::Shrink`]. `None` for a program that waits for a process.
+    /// Chooses the number of devices when no spare is left and the program goes on with fewer
+    /// processes: see [`OnLoss::Shrink`]. With `None`, the program waits for a new process.
     pub layout: Option<Layout>,
-    /// The factor of [`RecoveringBuilder::drop_slow`](crate::RecoveringBuilder::drop_slow), if slow
-    /// processes are dropped.
+    /// The factor of [`RecoveringBuilder::drop_slow`](crate::RecoveringBuilder::drop_slow). With
+    /// `None`, slow processes are not dropped.
     pub drop_slow: Option<f64>,
 }
 
 /// Runs `program` as [`run`] does, in a job that goes on when it loses processes: see
-/// [`Builder::spares`](crate::Builder::spares). A job that starts its own processes has one spare,
-/// and replaces lost processes.
+/// [`Builder::spares`](crate::Builder::spares). If no launcher has started the program, the job has
+/// one spare and replaces lost processes.
 ///
 /// # Errors
 ///
@@ -486,12 +489,12 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
     }
 }
 
-/// Number of processes that a job replaces which starts its own.
+/// Maximum number of lost processes that are replaced in a job that starts its own processes.
 const MOST_RESTARTS: usize = 100;
 
 impl JobArgs {
-    /// Returns the number of processes: without `--processes` at most `most`, which the devices can
-    /// be spread evenly over.
+    /// Returns the value of `--processes`. Without it, returns the largest number up to `most` over
+    /// which the devices can be spread.
     fn processes_for(&self, most: usize, devices: &DevicePlacement) -> usize {
         let fits = |processes: &usize| devices.by_process(*processes).is_some();
         self.processes
@@ -503,7 +506,7 @@ impl JobArgs {
     ///
     /// # Errors
     ///
-    /// If the job has one process, or runs in threads of one.
+    /// If the job has only one process, or if its processes are threads.
     pub fn check_recovering(&self, processes: usize, devices: usize) -> anyhow::Result<()> {
         if JobEnv::from_env()?.is_some() {
             return Ok(());
@@ -520,7 +523,7 @@ impl JobArgs {
         Ok(())
     }
 
-    /// Returns the part that this process has in a job that [`run`] starts over these devices.
+    /// Returns the role of this process in a job that [`run`] starts with the same arguments.
     ///
     /// # Errors
     ///
@@ -546,7 +549,8 @@ impl JobArgs {
         })
     }
 
-    /// Prints an error and returns the exit code if there can be no such job.
+    /// Prints an error and returns an exit code if the devices cannot be spread over `processes`
+    /// processes, or if there are more device kinds than processes.
     fn refused(&self, processes: usize, on: &DevicePlacement) -> anyhow::Result<Option<ExitCode>> {
         let devices = on.devices();
         // One message instead of one from each process.
@@ -573,7 +577,7 @@ impl JobArgs {
         Ok(Some(ExitCode::from(2)))
     }
 
-    /// Returns the launch of this program as several processes.
+    /// Returns a [`Launch`] that starts this program as `processes` processes.
     fn launch(&self, processes: usize) -> Result<Launch, LaunchError> {
         let mut launch = Launch::this_program_again(processes)?
             .transport(self.transport.map(|transport| transport.name().to_owned()))
@@ -594,11 +598,11 @@ fn start(launch: Launch) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
 }
 
-/// `Some` if the program rejected its result, with the reason. `None` if the result is good.
+/// The reason why a program rejected its own result. `None` if the result is good.
 type Verdict = Option<Rejected>;
 
-/// Separates a result that is not good enough, `Ok(Some(_))`, from a failure of the program, an
-/// `Err`.
+/// Converts a program's result. A [`Rejected`] error becomes `Ok(Some(_))`, any other error a
+/// failure.
 fn verdict(result: anyhow::Result<()>) -> crate::Result<Verdict> {
     let Err(error) = result else { return Ok(None) };
     match error.downcast::<Rejected>() {
@@ -615,8 +619,8 @@ struct ProcessResult {
     result: crate::Result<Verdict>,
 }
 
-/// Runs `program` on threads and waits for all of them. Returns the result of the process to
-/// report: a cause of a failure takes precedence over its effects on other processes.
+/// Runs `program` on threads and waits for all of them. Returns the most telling result: a cause of
+/// a failure takes precedence over its effects on other processes.
 fn threads(
     simulation: &Simulation,
     program: impl Fn(&mut Program) -> crate::Result<Verdict> + Sync,
@@ -654,19 +658,19 @@ fn report(process: usize, result: crate::Result<Verdict>) -> ExitCode {
     }
 }
 
-/// True if a launcher says this failure when the job has ended. Of a lost process it says only how
-/// that ended.
+/// True if the launcher prints this failure when the job ends. Of a lost process it prints only how
+/// the process ended.
 fn launcher_says(error: &Error) -> bool {
     error
         .failure()
         .is_some_and(|failure| failure.kind != FailureKind::PeerLost)
 }
 
-/// Prints a line to stderr in one write, with control characters escaped: it may have a text of a
-/// file or of a peer. Does nothing if nobody reads it any more.
+/// Prints a line to standard error in one write, with control characters escaped. Ignores a closed
+/// pipe and other errors of the write.
 ///
-/// `eprintln!` would panic then, before the program has saved its results. It also writes in
-/// pieces, and the launcher may print another process's line to the same stream at that moment.
+/// `eprintln!` would panic on a closed pipe, before the program has saved its results. It also
+/// writes in pieces, between which another process could write to the same stream.
 pub fn say(line: &str) {
     let _ = stderr().write_all(format!("{}\n", printable(line)).as_bytes());
 }

@@ -2,13 +2,12 @@
 
 use clap::builder::RangedU64ValueParser;
 
-/// Returns a parser of numbers from `least` on. Larger ones than its limit would overflow products
-/// of sizes.
+/// Returns a parser of numbers from `least` to 2^30. Products of larger sizes could overflow.
 pub fn at_least(least: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(least..=1 << 30)
 }
 
-/// The error of a text that is no number, or not in the range of an option.
+/// The error of a text that is not a number, or is outside the range of an option.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum NumberError {
     /// The number must be finite, and zero or greater.
@@ -23,7 +22,7 @@ pub enum NumberError {
 ///
 /// # Errors
 ///
-/// If it is another number, or none.
+/// If `text` is another number, or not a number.
 pub fn not_negative(text: &str) -> Result<f64, NumberError> {
     match text.parse::<f64>() {
         Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
@@ -35,7 +34,7 @@ pub fn not_negative(text: &str) -> Result<f64, NumberError> {
 ///
 /// # Errors
 ///
-/// If it is another number, or none.
+/// If `text` is another number, or not a number.
 pub fn positive(text: &str) -> Result<f64, NumberError> {
     match text.parse::<f64>() {
         Ok(number) if number.is_finite() && number > 0.0 => Ok(number),

@@ -13,76 +13,80 @@ use crate::execute::{Shards, Wrongs, execute};
 use crate::kernels::{Failing, INJECTED};
 use crate::program::{STEPS, Step, program};
 
-/// Number of consecutive seeds that share a program. They differ in processes, order and faults.
+/// Number of consecutive seeds that share a program. Their jobs differ in processes, order and
+/// faults.
 pub(crate) const ORDERS: u64 = 16;
 
-/// One in so many seeds has faults.
+/// Interval of the seeds whose jobs have faults.
 const FAULTY: u64 = 10;
 
-/// The time without a message after which a process counts as lost: the default.
+/// The time without a message after which a process counts as lost. This is the default.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The time that a process which has failed gives its last messages.
+/// The time that a failed process has to send its last messages.
 const FLUSH: Duration = Duration::from_secs(2);
 
-/// The simulated time in which every job with faults must end.
+/// The simulated time within which every job with faults must end.
 pub(crate) const LONGEST: Duration = Duration::from_secs(600);
 
-/// The simulated time in which every job without faults must end: no wait needs a time limit.
+/// The simulated time within which every job without faults must end, since none of its waits runs
+/// into a time limit.
 const USUAL: Duration = Duration::from_secs(10);
 
-/// A job of a seed. It shows its processes and faults.
+/// A random job that is derived from a seed. Its text shows its processes and faults.
 pub(crate) trait Job: fmt::Display {
     /// Number of faults.
     fn faults(&self) -> usize;
 
-    /// Keeps only the faults with these numbers.
+    /// Removes all faults except those with numbers for which `keeps` returns true.
     fn keep_faults(&mut self, keeps: &dyn Fn(usize) -> bool);
 
     /// Runs the program on one process without faults. Returns the shards of all devices.
     fn run_alone(&self) -> Result<Shards, String>;
 
-    /// Runs the job, and compares it with the run on one process. Returns the report, and the
-    /// errors found.
+    /// Runs the job, and compares its shards with `alone`, those of the run on one process. Returns
+    /// the report, and the errors found.
     fn run(&self, alone: &Shards, log: bool) -> (SimulationReport, Result<(), String>);
 }
 
-/// A job that a seed decides.
+/// A random job, derived from `seed`.
 #[derive(Debug)]
 pub(crate) struct Case {
     seed: u64,
     devices: usize,
     processes: usize,
-    /// The host of each process.
+    /// The host number of each process.
     hosts: Vec<usize>,
-    /// Groups of processes with zero-copy transfers; none if empty.
+    /// The group of each process. Transfers within a group are zero-copy; if this is empty, none
+    /// are.
     zero_copy: Vec<usize>,
-    /// True if the program may be 3 operations ahead only.
+    /// True if the program may run ahead by 3 operations only.
     is_short: bool,
     pub(crate) steps: Vec<Step>,
     faults: Vec<Fault>,
-    /// Steps that are left out, to make the job smaller.
+    /// Numbers of the steps that are left out, to make the job smaller.
     pub(crate) removed: BTreeSet<usize>,
 }
 
-/// A fault that hits a job.
+/// A fault that is injected into a job.
 #[derive(Clone, Debug)]
 pub(crate) enum Fault {
-    /// A process dies when it issues an operation.
+    /// The process dies when it issues the operation with this number.
     LoseAt(ProcessId, u64),
-    /// A process dies at a time.
+    /// The process dies at this time.
     LoseAfter(ProcessId, Duration),
-    /// A process stops at a time, for a time.
+    /// The process stops: at the first time, for the second.
     Stop(ProcessId, Duration, Duration),
-    /// All processes stop at a time, for a time.
+    /// All processes stop: at the first time, for the second.
     StopAll(Duration, Duration),
-    /// Messages between two processes are held back from a time on, for a time.
+    /// Messages from the first process to the second are held back: from the first time on, for the
+    /// second.
     Hold(ProcessId, ProcessId, Duration, Duration),
-    /// Devices have few bytes of memory.
+    /// Each device has only this number of bytes of memory.
     Memory(u64),
-    /// The kernel or method of a step fails.
+    /// The kernel or method of the step with this number fails.
     Kernel(usize, Failing),
-    /// A process leaves out a step.
+    /// The process leaves out the step with this number.
     Diverge(ProcessId, usize),
 }
 
@@ -115,7 +119,7 @@ impl Case {
         }
     }
 
-    /// Checks the results of a run, and that it left no object.
+    /// Checks the results of a run, and that no object is left after it.
     fn check(
         &self,
         results: Vec<mpmd_core::Result<Shards>>,
@@ -234,8 +238,8 @@ impl Job for Case {
     }
 }
 
-/// Returns a number of processes for these devices, the host of each process, and the groups with
-/// zero-copy transfers; none if that is empty.
+/// Returns (number of processes, host of each process, group of each process for zero-copy
+/// transfers). The last list is empty if no transfers are zero-copy.
 pub(crate) fn processes_of(random: &mut Rng, devices: usize) -> (usize, Vec<usize>, Vec<usize>) {
     let counts: Vec<usize> = (2..=devices)
         .filter(|n| devices.is_multiple_of(*n))
@@ -286,7 +290,7 @@ impl Fault {
         }
     }
 
-    /// True if all processes must hear of the fault.
+    /// True if an error of this fault must reach all processes.
     fn is_heard_of(&self) -> bool {
         matches!(
             self,
@@ -294,7 +298,7 @@ impl Fault {
         )
     }
 
-    /// True if this fault may be the cause of an error on process `on`. The job bears stops and
+    /// True if this fault may be the cause of an error on process `on`. A job survives stops and
     /// held links that are shorter than `patience`.
     fn explains(&self, on: ProcessId, error: &str, patience: Duration) -> bool {
         let names = |process: ProcessId| error.contains(&format!("process {process}"));
@@ -310,7 +314,7 @@ impl Fault {
     }
 }
 
-/// Fails if a job has left something, or took longer than this simulated time.
+/// Fails if a job has left something behind, or took longer than `longest` in simulated time.
 pub(crate) fn check_end(report: &SimulationReport, longest: Duration) -> Result<(), String> {
     match &report.left[..] {
         [] if report.time > longest => Err(format!("it took {:?}", report.time)),
@@ -319,8 +323,8 @@ pub(crate) fn check_end(report: &SimulationReport, longest: Duration) -> Result<
     }
 }
 
-/// Fails unless all shards have the bits of those on one process, each on one process only. With
-/// `is_whole` all of them must be there.
+/// Fails unless all shards in `found` have the same bits as in `alone`, and each is on one process
+/// only. With `is_whole`, no shard may be missing.
 pub(crate) fn check_shards(
     found: Vec<Shards>,
     alone: &Shards,
@@ -348,7 +352,7 @@ pub(crate) fn check_shards(
 }
 
 impl fmt::Display for Case {
-    /// Shows the job: its processes, its faults and the steps that are left.
+    /// Writes the job: its processes, its faults, and the steps that are not removed.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (processes, devices) = (self.processes, self.devices);
         write!(

@@ -10,12 +10,12 @@ use anyhow::Context as _;
 use crate::Arguments;
 use crate::worker::Line;
 
-/// The time limit for a job, in real time: a job that takes this long spins.
+/// Time limit for a job, in real time. A job that exceeds it is in an endless loop.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs a worker until it ends, until a job takes longer than `LIMIT`, or until `on_line` returns
-/// false. Returns the reason with the worker's error output if its last job crashed or hung it,
-/// else `None`.
+/// false. If its last job crashed it or ran too long, returns the reason with the worker's error
+/// output, else `None`.
 pub(crate) fn run_worker(
     arguments: &Arguments,
     core: usize,
@@ -55,7 +55,7 @@ pub(crate) fn run_worker(
     Ok(why.map(|why| format!("{why}\n{}", errors.trim_end())))
 }
 
-/// A worker process, which ends with this.
+/// A worker process. Dropping this kills it.
 struct Worker(Child);
 
 impl Worker {

@@ -18,12 +18,12 @@ use crate::program::{Step, alone};
 /// The bytes of the shards that a process holds at the end, by (array, device).
 pub(crate) type Shards = BTreeMap<(usize, DeviceId), Vec<u8>>;
 
-/// Faults of the program itself.
+/// Faults of the program itself, rather than of its processes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Wrongs {
-    /// The step whose kernel or method fails on a device, and how.
+    /// The step whose kernel or method fails on a device, and the way in which it fails.
     pub(crate) fails: Option<(usize, Failing)>,
-    /// A process that leaves out a step.
+    /// The process and the number of the step that it leaves out.
     pub(crate) leaves_out: Option<(ProcessId, usize)>,
 }
 
@@ -34,8 +34,8 @@ struct Execution<'a> {
     alive: &'a Arc<AtomicUsize>,
 }
 
-/// Executes the steps without those in `removed`, and without steps that need what a removed one
-/// would have made. Returns the shards of this process at the end. `alive` counts the objects.
+/// Executes the steps. Leaves out those in `removed`, and those that need the result of a removed
+/// step. Returns the shards of this process at the end. `alive` is the count of living objects.
 pub(crate) fn execute(
     p: &mut Program,
     steps: &[Step],
@@ -67,7 +67,7 @@ pub(crate) fn execute(
     shards_of(execution.arrays.iter().map(Option::as_ref))
 }
 
-/// Returns the shards of the arrays on this process.
+/// Returns this process's shards of the arrays.
 pub(crate) fn shards_of<'a>(arrays: impl Iterator<Item = Option<&'a MpmdArray>>) -> Result<Shards> {
     let mut shards = Shards::new();
     for (i, array) in arrays.enumerate() {
@@ -82,7 +82,7 @@ pub(crate) fn shards_of<'a>(arrays: impl Iterator<Item = Option<&'a MpmdArray>>)
     Ok(shards)
 }
 
-/// Makes an array of random values on its devices.
+/// Creates an array of random values with the sharding `to`.
 pub(crate) fn made(
     p: &mut Program,
     [rows, columns]: [usize; 2],
@@ -102,7 +102,7 @@ pub(crate) fn made(
 }
 
 impl Execution<'_> {
-    /// Counts the arrays and objects that a step would have made.
+    /// Adds an empty place for each array or object that a skipped step would have made.
     fn skip(&mut self, step: &Step) {
         self.arrays.extend((0..step.makes()).map(|_| None));
         if let Step::Object { .. } = step {
@@ -208,7 +208,7 @@ impl Execution<'_> {
         Ok(())
     }
 
-    /// Calls a kernel on the first input's mesh, with outputs like that input.
+    /// Calls a kernel on the mesh of the first input. The outputs have that input's sharding.
     fn call(
         &mut self,
         p: &mut Program,
@@ -257,7 +257,7 @@ impl Execution<'_> {
     }
 }
 
-/// Captures a step that moves an array to a sharding and back, and replays it.
+/// Captures a step that moves an array to a sharding and back, and replays the step `times` times.
 fn replayed(p: &mut Program, x: MpmdArray, through: &Sharding, times: usize) -> Result<MpmdArray> {
     let back = bound(&x).1;
     let (mut x, captured) = p.capture(x, |p, x: MpmdArray| -> Result<MpmdArray> {
@@ -270,7 +270,7 @@ fn replayed(p: &mut Program, x: MpmdArray, through: &Sharding, times: usize) -> 
     Ok(x)
 }
 
-/// Returns (the mesh of an array's sharding, the sharding).
+/// Returns the mesh of an array's sharding, and the sharding.
 pub(crate) fn bound(x: &MpmdArray) -> (Mesh, Sharding) {
     let sharding = x.sharding().expect("it is placed").clone();
     (sharding.mesh().expect("it has a mesh").clone(), sharding)

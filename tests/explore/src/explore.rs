@@ -12,7 +12,7 @@ use crate::shrink::shrink;
 use crate::worker::Line;
 use crate::worker::job_of;
 
-/// Time between two lines about the progress.
+/// Interval between two lines about the progress.
 const PROGRESS: Duration = Duration::from_secs(60);
 
 #[derive(Default)]
@@ -31,7 +31,7 @@ impl Found {
     }
 }
 
-/// Runs the jobs of all seeds, and prints the red ones. Fails if there are any.
+/// Runs the jobs of all seeds, and prints those that fail. The result is a failure if any fails.
 pub(crate) fn explore(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let workers = std::thread::available_parallelism()?.get() as u64;
     let each = arguments.seeds.div_ceil(workers);
@@ -95,7 +95,7 @@ pub(crate) fn explore(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Runs a range of seeds in a worker, and in further ones when it dies.
+/// Runs a range of seeds in a worker process. Starts another worker when one dies.
 fn run_range(
     arguments: &Arguments,
     core: usize,

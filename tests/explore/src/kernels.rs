@@ -9,7 +9,7 @@ use mpmd_core::kernel::View;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceId;
 
-/// A text that is in the error of each injected failure of a kernel or method.
+/// Text in the error of each injected failure of a kernel or method.
 pub(crate) const INJECTED: &str = "injected by the exploration";
 
 /// The way in which a kernel or method fails.
@@ -29,10 +29,10 @@ impl Failing {
     }
 }
 
-/// A kernel on parts of arrays with f32 elements.
+/// A kernel on arrays with f32 elements.
 pub(crate) struct Work {
     pub(crate) op: Op,
-    /// The device on which it fails, and how.
+    /// The device on which the kernel fails, and the way in which it fails.
     pub(crate) fails: Option<(DeviceId, Failing)>,
 }
 
@@ -105,7 +105,7 @@ impl Kernel for Work {
     }
 }
 
-/// An object: a sum of values. Counts the objects that exist.
+/// An object that stores a sum of values. Living objects are counted.
 pub(crate) struct Total {
     pub(crate) sum: f32,
     alive: Arc<AtomicUsize>,

@@ -62,7 +62,8 @@ struct Arguments {
 }
 
 impl Arguments {
-    /// Returns the option of the kind of jobs, with a blank before it; empty for random programs.
+    /// Returns the option that selects the kind of jobs, with a blank before it. Empty for random
+    /// programs.
     fn kind(&self) -> &'static str {
         match (self.recovery, self.elastic) {
             (true, _) => " --recovery",

@@ -6,16 +6,16 @@ use mpmd_core::region::Region;
 use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
 use mpmd_core::topology::{DeviceId, Mesh};
 
-/// Rows of an array that was not divided.
+/// Number of rows of an array that was not divided.
 pub(crate) const ROWS: usize = 16;
-/// Columns of the arrays of most programs, and of others. Pieces of the latter are too large to be
-/// sent at once: the receiver grants them.
+/// Numbers of columns of the arrays: in most programs the first, in some the second. With the
+/// second, pieces are too large for eager messages, and the receiver must grant them.
 const COLUMNS: [usize; 2] = [8, 1024];
 /// Number of steps of a program.
 pub(crate) const STEPS: usize = 40;
 
-/// A step that all processes execute. Indices such as `source` count the arrays, or the objects, of
-/// the program in the order of their creation.
+/// A step that all processes execute. Fields such as `source` are indices of arrays or objects, in
+/// the order of their creation.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     /// Makes an array on its devices.
@@ -24,7 +24,7 @@ pub(crate) enum Step {
         to: Sharding,
         key: u64,
     },
-    /// Moves a value of every process to devices.
+    /// Moves a host value, which every process has, to devices.
     Host {
         shape: [usize; 2],
         to: Sharding,
@@ -38,9 +38,9 @@ pub(crate) enum Step {
     },
     /// Moves several arrays in one call.
     PutTree { sources: Vec<usize>, to: Sharding },
-    /// Multiplies by a host value.
+    /// Multiplies an array by a host value.
     Scale { source: usize, factor: f32 },
-    /// Sums over an axis of the array's mesh, and divides by its size.
+    /// Computes the mean over an axis of the array's mesh.
     Reduce {
         source: usize,
         axis: String,
@@ -48,7 +48,7 @@ pub(crate) enum Step {
     },
     /// Changes an array in place, if it is donated and nothing else reads it.
     Update { source: usize, donate: bool },
-    /// Adds two arrays with the same sharding.
+    /// Computes the mean of two arrays with the same sharding.
     Add { left: usize, right: usize },
     /// Divides the rows of an array.
     Microbatches { source: usize, m: usize },
@@ -68,20 +68,20 @@ pub(crate) enum Step {
     },
     /// Drops the last handle of an object.
     DropObject { object: usize },
-    /// Has a closure called when an array is there.
+    /// Registers a closure that is called when an array is ready.
     Then { source: usize },
     /// Waits for an array.
     Await { source: usize },
     /// Drops the program's handle of an array.
     Drop { source: usize },
-    /// Agrees on values of one process.
+    /// Broadcasts values from one process, and compares them on all.
     Agree { from: u32, value: u64, count: usize },
-    /// Compares the programs of all processes.
+    /// Compares the operations that all processes have issued so far.
     Compare,
 }
 
 impl Step {
-    /// True if a process that leaves the step out diverges from the others.
+    /// True if a process that leaves out the step diverges from the other processes.
     pub(crate) fn is_operation(&self) -> bool {
         !matches!(
             self,
@@ -126,15 +126,15 @@ impl Step {
     }
 }
 
-/// Shape and sharding of a live array, as the generator knows them.
+/// Rows and sharding of a live array, for the generator of programs.
 #[derive(Clone)]
 struct Known {
     rows: usize,
     sharding: Sharding,
 }
 
-/// Returns the steps of the program of a seed, for `devices` devices. Equal arguments give equal
-/// programs.
+/// Returns the steps of the random program of a seed, for `devices` devices. Equal arguments give
+/// equal programs.
 pub(crate) fn program(seed: u64, devices: usize) -> Vec<Step> {
     let random = Rng::with_seed(seed);
     let columns = COLUMNS[usize::from(seed % 8 == 7)];
@@ -152,7 +152,7 @@ pub(crate) fn program(seed: u64, devices: usize) -> Vec<Step> {
     steps
 }
 
-/// Returns random shardings of arrays of [`ROWS`] rows.
+/// Returns `count` random shardings for arrays of [`ROWS`] rows.
 pub(crate) fn shardings(
     random: Rng,
     devices: usize,
@@ -173,14 +173,14 @@ struct Maker {
     random: Rng,
     devices: usize,
     columns: usize,
-    /// `None` for an array that was dropped or donated.
+    /// The live arrays. `None` for an array that was dropped or donated.
     arrays: Vec<Option<Known>>,
     /// The device of each object; `None` once it is dropped.
     objects: Vec<Option<DeviceId>>,
 }
 
 impl Maker {
-    /// Returns a random step, if it is possible.
+    /// Returns a random step. `None` if the drawn step is impossible.
     fn step(&mut self) -> Option<Step> {
         let alive: Vec<usize> = (0..self.arrays.len())
             .filter(|i| self.arrays[*i].is_some())
@@ -373,8 +373,8 @@ impl Maker {
         alive.iter().copied().filter(is_like).collect()
     }
 
-    /// Returns a random sharding for `rows` rows, on some of the devices in any order: on a mesh of
-    /// them, in chunks, or in enumerated parts.
+    /// Returns a random sharding for `rows` rows, on some of the devices in any order. It is over a
+    /// mesh, in chunks, or in enumerated parts.
     fn sharding(&mut self, rows: usize) -> Sharding {
         let mut ids: Vec<u32> = (0..self.devices as u32).collect();
         self.random.shuffle(&mut ids);
@@ -413,8 +413,8 @@ impl Maker {
         }
     }
 
-    /// Returns a sharding with one part for each device, made by random cuts from side to side.
-    /// Some parts may be empty.
+    /// Returns an enumerated sharding with one part for each device, made by random cuts across the
+    /// whole array. Some parts may be empty.
     fn parts(&mut self, devices: Vec<DeviceId>, rows: usize) -> Sharding {
         let mut parts = vec![Region::full(&[rows, self.columns])];
         while parts.len() < devices.len() {
@@ -432,7 +432,7 @@ impl Maker {
     }
 }
 
-/// Returns the mesh of one device.
+/// Returns a mesh with this device alone.
 pub(crate) fn alone(device: DeviceId) -> Mesh {
     Mesh::new(&[("x", 1)], vec![device]).expect("a mesh of one device")
 }

@@ -17,7 +17,7 @@ use crate::execute::{Shards, bound, made, shards_of};
 use crate::kernels::{Op, Work};
 use crate::program::{ROWS, shardings};
 
-/// A training that a seed decides.
+/// A random training that recovers from faults, derived from `seed`.
 #[derive(Debug)]
 pub(crate) struct Recovery {
     seed: u64,
@@ -27,23 +27,24 @@ pub(crate) struct Recovery {
     zero_copy: Vec<usize>,
     training: Training,
     faults: Vec<Fault>,
-    /// The times at which further processes start.
+    /// The times at which spare processes start.
     spares: Vec<Duration>,
     elastic: Option<Elastic>,
 }
 
-/// The settings of a job that may have more or fewer processes in a later epoch.
+/// Settings of a job that may have more or fewer processes in a later epoch.
 #[derive(Clone, Debug)]
 struct Elastic {
-    /// A number of processes with which the program does not go on.
+    /// A number of processes with which the program refuses to go on.
     refused: Option<usize>,
-    /// A process that asks to leave: (its place, the epoch, the step).
+    /// A process that asks to leave, as (process, epoch, step).
     leaver: Option<(ProcessId, u64, u64)>,
-    /// True if the devices stay, false if each process has as many as at the start.
+    /// True if the number of devices stays the same, false if the number of devices per process
+    /// does.
     keeps_devices: bool,
 }
 
-/// The program.
+/// The program: its steps, commits and arrays.
 #[derive(Debug)]
 struct Training {
     steps: u64,
@@ -55,21 +56,21 @@ struct Training {
     elastic: Option<Elastic>,
 }
 
-/// The places of commits in a step.
+/// The points in a step at which the program commits.
 #[derive(Clone, Copy, Debug)]
 enum At {
     Never,
-    /// Before the work of the step. So the first commit of an epoch repeats that of `restore`.
+    /// Before the work of the step. The first commit of an epoch then repeats the restored one.
     Start,
     End,
-    /// After each half of the step's work. Each half counts as a step of its own.
+    /// After each half of the step's work. Each half counts as one step of commits.
     Halves,
 }
 
 /// The state of a training.
 struct State {
     arrays: Vec<MpmdArray>,
-    /// True if the first half of the next step is done.
+    /// True if the first half of the current step is done.
     is_half: bool,
 }
 
@@ -88,18 +89,18 @@ impl Committed for State {
     }
 }
 
-/// The number of commits that each process has issued in each epoch of a run.
+/// Number of commits that each process has issued in each epoch, by (epoch, process).
 type Issued = Mutex<BTreeMap<(u64, ProcessId), u64>>;
 
-/// The number of commits of an epoch after which one of them is whole on every process: no more
-/// than two may be unconfirmed.
+/// Number of commits in an epoch after which at least one is whole on every process, because at
+/// most two may be unconfirmed.
 const SURELY_WHOLE: u64 = 3;
 
-/// An array of the state.
+/// An array of the training's state.
 #[derive(Debug)]
 struct Trained {
     key: u64,
-    /// The shardings by number of devices: one that the job may have.
+    /// The shardings of the array, by the number of devices of the job.
     on: BTreeMap<usize, Shardings>,
     is_donated: bool,
 }
@@ -107,25 +108,25 @@ struct Trained {
 /// The shardings of an array on a number of devices.
 #[derive(Debug)]
 struct Shardings {
-    /// The sharding in each epoch, in turns. All are on meshes.
+    /// The sharding between steps: one for each epoch, in turns. All are on meshes.
     homes: Vec<Sharding>,
-    /// The shardings through which each step moves it.
+    /// The shardings to which the steps move the array, in turns.
     ways: Vec<Sharding>,
 }
 
 #[derive(Clone, Debug)]
 enum Fault {
-    /// A process dies when it issues an operation of an epoch.
+    /// The process dies when it issues an operation, as (process, epoch, operation).
     LoseAt(ProcessId, u64, u64),
-    /// A process dies at a time.
+    /// The process dies at this time.
     LoseAfter(ProcessId, Duration),
-    /// A process stops at a time, for a time.
+    /// The process stops: at the first time, for the second.
     Stop(ProcessId, Duration, Duration),
 }
 
 impl Training {
-    /// Makes the training of a seed on `devices` devices. In a job that is `elastic` it may come to
-    /// run on as many as `others` has, too.
+    /// Returns the training of a seed on `devices` devices. In an elastic job, it may later run on
+    /// any number of devices in `others`.
     fn of(seed: u64, devices: usize, others: &[usize], elastic: Option<Elastic>) -> Self {
         let mut random = Rng::with_seed(seed);
         let columns = [8, 1024][usize::from(seed % 8 == 7)];
@@ -170,7 +171,7 @@ impl Training {
         }
     }
 
-    /// Runs the training in an epoch. Returns the shards of this process at the end.
+    /// Runs the training in one epoch. Returns the shards of this process at the end.
     fn run(&self, p: &mut Program, commits: &Commits, issued: &Issued) -> Result<Shards> {
         let devices = p.topology().device_ids().len();
         let home = |trained: &Trained, epoch: u64| {
@@ -227,7 +228,7 @@ impl Training {
         shards_of(state.iter().map(Some))
     }
 
-    /// Returns the whole arrays, as if they were on one device.
+    /// Returns all elements of each array, as a shard of device 0.
     fn whole(&self, p: &mut Program, arrays: &[MpmdArray]) -> Result<Shards> {
         let devices = p.topology().device_ids().len();
         let everywhere = p.mesh(&[("x", devices)])?.replicated();
@@ -239,8 +240,8 @@ impl Training {
         whole.iter().enumerate().map(of).collect()
     }
 
-    /// Restores the newest commit. Fails with another error if the commits of the epoch before
-    /// cannot be lost, since one of them was whole and only one process was lost.
+    /// Restores the newest commit. Returns a different error if commits are lost that cannot be
+    /// lost: at least one was whole everywhere, and only one process was lost.
     fn restore(
         &self,
         p: &mut Program,
@@ -278,7 +279,7 @@ impl Training {
         Ok(())
     }
 
-    /// Changes each array in place, moves it along one of its ways, and back.
+    /// Changes each array in place, moves it to one of its `ways` shardings, and moves it back.
     fn work(&self, p: &mut Program, state: &mut State, way: u64) -> Result<()> {
         for (x, trained) in state.arrays.iter_mut().zip(&self.arrays) {
             let (mesh, sharding) = bound(x);
@@ -309,7 +310,8 @@ impl Recovery {
         Self::of(seed, false)
     }
 
-    /// Returns a training in a job that shrinks and grows, and that a process may leave.
+    /// Returns the training of a seed in a job that shrinks and grows, and that a process may
+    /// leave.
     pub(crate) fn elastic(seed: u64) -> Self {
         Self::of(seed, true)
     }
@@ -496,8 +498,8 @@ impl Job for Recovery {
 }
 
 impl Fault {
-    /// Returns a fault of one of `processes` processes, or, less often, of one of `all`, which
-    /// counts the spares.
+    /// Returns a random fault of one of the first `processes` processes or, less often, of one of
+    /// all `all`, including spares.
     fn random(random: &mut Rng, processes: u32, all: u32) -> Self {
         let process = if random.u8(..4) == 0 {
             random.u32(..all)
@@ -522,7 +524,7 @@ impl Fault {
         matches!(*self, Self::LoseAt(lost, ..) | Self::LoseAfter(lost, _) if lost == process)
     }
 
-    /// True if the others go on without the process.
+    /// True if the other processes go on without the process of this fault.
     fn is_loss(&self) -> bool {
         !matches!(*self, Self::Stop(_, _, time) if time < PEER_TIMEOUT / 2)
     }

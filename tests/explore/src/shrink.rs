@@ -5,7 +5,8 @@ use crate::child::run_worker;
 use crate::program::STEPS;
 use crate::worker::{Line, job_of};
 
-/// Leaves out faults and steps of a red seed's job, and prints the smallest job that is red.
+/// Leaves out faults and steps of a seed whose job fails, and prints the smallest job that still
+/// fails.
 pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
     let mut job = Arguments {
         from: seed,
@@ -46,7 +47,7 @@ pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the options that leave out the removed steps and faults.
+/// Returns the command line options that leave out the removed steps and faults.
 fn without(job: &Arguments) -> String {
     let option = |name: &str, numbers: &[usize]| match numbers {
         [] => String::new(),

@@ -4,7 +4,7 @@ use crate::case::{Case, Job, ORDERS};
 use crate::recovery::Recovery;
 use crate::worker::Line;
 
-/// Runs the jobs of seeds and fails if one is red.
+/// Runs the jobs of some seeds, and fails if one of them fails.
 fn all_green<J: Job>(seeds: impl IntoIterator<Item = u64>, job: impl Fn(u64) -> J) {
     let mut alone = None;
     for seed in seeds {
@@ -26,9 +26,9 @@ fn seeds_0_to_199_are_green() {
     all_green(0..200, Case::new);
 }
 
-/// The faults that were found, with the seeds that showed them:
+/// Runs seeds that once showed faults:
 /// - A finished job kept its runtime: 940.
-/// - A job without memory took 18 minutes to say so: 112950.
+/// - A job without memory took 18 minutes to report it: 112950.
 /// - A goodbye on a slow link was lost: 9640.
 /// - A process that had left because of another's failure was blamed: 18360, 33700. Its goodbye was
 ///   lost too: 1293150, 1622990, 2045090.
@@ -53,10 +53,12 @@ fn elastic_jobs_0_to_199_are_green() {
     all_green(0..200, Recovery::elastic);
 }
 
-/// A process died before the first epoch (8, 27) or at the end of one (29, 272, 293). An error came
-/// a moment before its cause (95, 231). A value came never (396), or its process had become another
-/// (2519). A send of a process that had left never ended (15949). A job without processes kept its
-/// spares waiting (18249), or told them nonsense (31069).
+/// Runs seeds that once showed faults:
+/// - A process died before the first epoch (8, 27), or at the end of one (29, 272, 293).
+/// - An error came a moment before its cause (95, 231).
+/// - A value never came (396), or came from a process that had been replaced (2519).
+/// - A send of a process that had left never ended (15949).
+/// - A job without processes kept its spares waiting (18249), or sent them wrong messages (31069).
 #[test]
 fn recoveries_that_were_red_are_green() {
     let red = [8, 27, 29, 95, 231, 272, 293, 396, 2519, 15949, 18249, 31069];

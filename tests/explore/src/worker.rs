@@ -20,7 +20,8 @@ use crate::recovery::Recovery;
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Line {
     Start(u64),
-    /// The seed's run: (hash of its history, switches between threads, simulated nanoseconds).
+    /// The result of a seed, as (seed, (hash of the history, switches between threads, simulated
+    /// nanoseconds)).
     Done(u64, (u64, u64, u64)),
     Red(u64, String),
 }
@@ -38,7 +39,7 @@ impl fmt::Display for Line {
 }
 
 impl Line {
-    /// Reads a line as it is displayed. `None` for another text.
+    /// Parses a line as `Display` writes it. `None` for any other text.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let (kind, rest) = text.split_once(' ')?;
         let (seed, rest) = rest.split_once(' ').unwrap_or((rest, ""));
@@ -56,7 +57,7 @@ impl Line {
     }
 }
 
-/// The panics that no fault explains, since the last job.
+/// Messages of the panics since the last job that were not injected.
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn on_panic(info: &PanicHookInfo<'_>) {
@@ -72,7 +73,7 @@ fn on_panic(info: &PanicHookInfo<'_>) {
     }
 }
 
-/// Runs the jobs of the seeds, on this core.
+/// Runs the jobs of a range of seeds, with this process bound to the core `core`.
 pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCode> {
     // A change of threads on the same core takes half the time.
     let cores = sched_getaffinity(None)?;
@@ -152,7 +153,7 @@ fn run(case: &dyn Job, alone: &Shards, arguments: &Arguments) -> Result<Simulati
     Ok(report)
 }
 
-/// Writes a line. The main process reads them while this one may hang.
+/// Writes a line to the main process at once, because this process may hang later.
 fn say(line: &Line) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")?;

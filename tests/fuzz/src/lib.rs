@@ -29,14 +29,14 @@ pub const INPUTS: u64 = 20_000;
 /// twice as long.
 pub const LONGEST: Duration = Duration::from_secs(20);
 
-/// Address space that a target may add to its size at the start, in bytes.
+/// Limit in bytes on the address space that a target may add after its start.
 pub const MEMORY: u64 = 4 << 30;
 
-/// Number of failing inputs of a target that are printed in full. The others are only counted.
+/// Number of failing inputs of a target that are printed in full. Further ones are only counted.
 const SHOWN: u64 = 5;
 
-/// Runs `parse` on mutations of `samples` and on random bytes, [`INPUTS`] inputs if the environment
-/// sets no other number. Blocks until all inputs have run.
+/// Runs `parse` on [`INPUTS`] inputs, or the number that the environment sets. The inputs are
+/// mutations of `samples` and random bytes. Blocks until all inputs have run.
 ///
 /// `samples` are valid inputs. Most mutations change a few bytes of one sample, so that they pass
 /// the first checks.
@@ -58,8 +58,8 @@ pub fn bytes(target: &str, samples: &[Vec<u8>], parse: impl Fn(&[u8])) {
     });
 }
 
-/// Runs `case` once for each input, each time with a new random generator. There are [`INPUTS`]
-/// inputs, if the environment sets no other number. Blocks until all inputs have run.
+/// Runs `case` on [`INPUTS`] inputs, or the number that the environment sets. Each input is a new
+/// random generator. Blocks until all inputs have run.
 ///
 /// # Panics
 ///
@@ -105,7 +105,7 @@ pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
     }
 }
 
-/// Ends the process if one input still runs at two successive checks, which are [`LONGEST`] apart.
+/// Ends the process if two successive checks, [`LONGEST`] apart, find the same input running.
 /// Nothing else can stop an endless loop. Returns when the sender of `ended` is dropped.
 fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()>) {
     let mut seen = u64::MAX;
@@ -119,15 +119,15 @@ fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()
     }
 }
 
-/// True if the environment shows that this process runs one target and nothing else.
+/// True if the environment shows that this process runs a single target and no other test.
 fn is_alone() -> bool {
     ["NEXTEST", "MPMD_FUZZ_INPUTS"]
         .iter()
         .any(|variable| std::env::var_os(variable).is_some())
 }
 
-/// Replaces the panic hook by one that shows only the first panics. With a million failing inputs,
-/// all of them would fill the disk.
+/// Replaces the panic hook by a hook that shows only the first panics. With a million failing
+/// inputs, their messages would fill the disk.
 fn limit_output() {
     let (said, hook) = (AtomicU64::new(0), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |panic| {
@@ -137,8 +137,8 @@ fn limit_output() {
     }));
 }
 
-/// Lowers this process's limit of the address space to its present size plus [`MEMORY`]. A length
-/// from an input can then not take all memory.
+/// Lowers the limit on this process's address space to its present size plus [`MEMORY`]. A wrong
+/// length in an input then cannot take all memory of the machine.
 fn limit_memory() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let size = status.lines().find_map(|line| {

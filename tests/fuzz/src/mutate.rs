@@ -2,11 +2,11 @@
 
 use fastrand::Rng;
 
-/// Upper limit, exclusive, on the length of an input of random bytes.
+/// Exclusive upper limit on the length of an input of random bytes.
 const LONGEST: usize = 512;
 
-/// Returns an input for a parser: a random sample with up to eight changes or, rarely and without
-/// samples, random bytes.
+/// Returns an input for a parser: a random sample with up to eight changes. Rarely, or without
+/// samples, returns random bytes.
 pub(crate) fn input(rng: &mut Rng, samples: &[Vec<u8>]) -> Vec<u8> {
     if samples.is_empty() || rng.u8(..16) == 0 {
         let length = rng.usize(..LONGEST);

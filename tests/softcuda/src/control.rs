@@ -17,8 +17,8 @@ pub struct Driver {
     fail: unsafe extern "C" fn(*const c_char, u64) -> i32,
 }
 
-/// Returns the loaded driver. `None` if the process has not loaded a CUDA driver yet, or if it is
-/// not this one.
+/// Returns the loaded driver. `None` if the process has loaded no CUDA driver yet, or another
+/// driver.
 pub fn driver() -> Option<Driver> {
     // SAFETY: looks whether the library is there, and runs none of its code; the handle is never
     // closed.
@@ -55,7 +55,7 @@ pub fn driver() -> Option<Driver> {
 }
 
 /// Returns the number of calls of a function of the loaded driver, as [`Driver::calls`] does.
-/// `None` if no driver is loaded or it is not this one.
+/// `None` if the process has loaded no CUDA driver yet, or another driver.
 ///
 /// # Panics
 ///
@@ -65,7 +65,7 @@ pub fn calls(function: &str) -> Option<u64> {
 }
 
 /// Returns the bytes of the copies of a kind that the loaded driver has issued, as
-/// [`Driver::bytes`] does. `None` if no driver is loaded or it is not this one.
+/// [`Driver::bytes`] does. `None` if the process has loaded no CUDA driver yet, or another driver.
 ///
 /// # Panics
 ///

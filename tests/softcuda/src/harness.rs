@@ -14,12 +14,13 @@ const DEADLINE: Duration = Duration::from_secs(120);
 /// Environment variable that is set in a process started by [`again`](crate::again!).
 const MARK: &str = "SOFTCUDA_AGAIN";
 
-/// Settings that a real driver ignores. With a real driver, tests that set them are skipped.
+/// Settings that change a test's result and that a real driver ignores. With a real driver, tests
+/// with one of these settings are skipped.
 const TOLD: [&str; 3] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY", "SOFTCUDA_SHARED"];
 
-/// The names that the driver and the newest packages of CUDA's libraries have, without the plain
-/// ones of packages for developers. All are links to one file, so that the loader loads one library
-/// with one state.
+/// The file names that the driver and the newest packages of CUDA's libraries have. All are links
+/// to one file, so that the loader loads one library with one state. Names without a version, of
+/// packages for developers, are left out.
 const NAMES: [&str; 4] = [
     "libcuda.so.1",
     "libnvrtc.so.13",
@@ -28,11 +29,11 @@ const NAMES: [&str; 4] = [
 ];
 
 /// Returns the path of the driver library that cargo built. Looks in the folder of the running
-/// program, in the one above, and in `deps` in either.
+/// program, in its parent folder, and in `deps` in both.
 ///
 /// # Errors
 ///
-/// If the library is not found: an error that names the command that builds it.
+/// If the library is not found. The error names the command that builds it.
 pub fn library() -> io::Result<PathBuf> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));
@@ -60,12 +61,12 @@ pub fn library() -> io::Result<PathBuf> {
 }
 
 thread_local! {
-    /// True in the thread of a test that is registered.
+    /// True in the thread of a test that was registered by [`register`].
     static REGISTERED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Notes that this thread's test is registered; see [`registered!`](crate::registered!). `function`
-/// is the full name of a function inside the test.
+/// Records that this thread's test is registered; see [`registered!`](crate::registered!).
+/// `function` is the full name of a function inside the test.
 #[doc(hidden)]
 #[inline(never)]
 pub fn register(function: &'static str) {
@@ -116,7 +117,7 @@ pub fn environment(command: &mut Command, folder: &Path) {
     }
 }
 
-/// Returns true if tests must use a real CUDA driver (`MPMD_TEST_GPU=1`).
+/// True if tests must use a real CUDA driver (`MPMD_TEST_GPU=1`).
 pub fn real() -> bool {
     std::env::var_os("MPMD_TEST_GPU").is_some_and(|value| value == "1")
 }
@@ -124,14 +125,14 @@ pub fn real() -> bool {
 /// Runs the calling test again in a new process that finds the driver; see
 /// [`again!`](crate::again!). `function` is the full name of a function inside the test.
 ///
-/// Returns true if the test passed there or is skipped, so that the caller must return. Returns
-/// false in the new process, and with a real driver unless the test is skipped. Blocks until the
-/// new process ends.
+/// Returns true if the new process passed the test, or if the test is skipped: the caller must then
+/// return. Returns false in the new process, and with a real driver unless the test is skipped.
+/// Blocks until the new process ends.
 ///
 /// # Panics
 ///
-/// If the test failed there, took longer than two minutes (its process is then killed), or could
-/// not be run.
+/// If the test failed in the new process, took longer than two minutes (the process is then
+/// killed), or could not be run.
 #[doc(hidden)]
 #[track_caller]
 pub fn run_again(function: &'static str, settings: &[(&str, &str)]) -> bool {
@@ -157,7 +158,7 @@ pub fn run_again(function: &'static str, settings: &[(&str, &str)]) -> bool {
 }
 
 /// Runs the calling test again in a new process, with or without the driver; see
-/// [`anew!`](crate::anew!). `function` is the full name of a function inside the test, `prepare`
+/// [`anew!`](crate::anew!). `function` is the full name of a function inside the test. `prepare`
 /// changes the environment of the process.
 ///
 /// Returns the output of the new process, or `None` if this is the new process. Blocks until the
@@ -165,8 +166,8 @@ pub fn run_again(function: &'static str, settings: &[(&str, &str)]) -> bool {
 ///
 /// # Panics
 ///
-/// If the test failed there, took longer than two minutes (its process is then killed), or could
-/// not be run.
+/// If the test failed in the new process, took longer than two minutes (the process is then
+/// killed), or could not be run.
 #[doc(hidden)]
 #[track_caller]
 pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<String> {
@@ -227,13 +228,15 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
     Some(output)
 }
 
-/// Runs the calling test under the driver. It must be the first statement of a test: `if
+/// Runs the calling test with the driver. It must be the first statement of a test: `if
 /// softcuda::again!() { return; }`.
 ///
-/// On the first call, the test runs again in a new process that finds the driver. It passes if it
-/// passes there. Settings of the driver may be given: `again!("SOFTCUDA_PACE" = "lazy",
-/// "SOFTCUDA_DEVICES" = "2")`. With `MPMD_TEST_GPU=1` the test runs directly with the installed
-/// driver. Then tests that set `SOFTCUDA_FAIL`, `SOFTCUDA_MEMORY` or `SOFTCUDA_SHARED` are skipped.
+/// On the first call, the test runs again in a new process that finds the driver, and has the
+/// result of that process. Settings of the driver may be given: `again!("SOFTCUDA_PACE" = "lazy",
+/// "SOFTCUDA_DEVICES" = "2")`.
+///
+/// With `MPMD_TEST_GPU=1` the test runs directly, with the installed driver. Tests that set
+/// `SOFTCUDA_FAIL`, `SOFTCUDA_MEMORY` or `SOFTCUDA_SHARED` are then skipped.
 #[macro_export]
 macro_rules! again {
     ($($name:literal = $value:expr),* $(,)?) => {{
@@ -242,11 +245,11 @@ macro_rules! again {
     }};
 }
 
-/// Registers the calling test as one that gives the driver to programs that it starts: kits for
-/// machines with GPUs have the tests that are registered. It must be the first statement of a test.
+/// Registers the calling test as one that starts other programs with the driver. Kits for machines
+/// with GPUs contain the registered tests. It must be the first statement of a test.
 ///
-/// [`again!`] registers its test, too. The kits look for the name of the function that both define:
-/// it stays in the executable.
+/// [`again!`] registers its test, too. Both macros define a function of one name, which stays in
+/// the executable. The kits search for that name.
 #[macro_export]
 macro_rules! registered {
     () => {{
@@ -255,10 +258,11 @@ macro_rules! registered {
     }};
 }
 
-/// Runs the calling test again in a new process, whose environment `prepare` changes. Evaluates to
-/// the output of that process, or to `None` in it.
+/// Runs the calling test again in a new process, whose environment `prepare` changes. Its value is
+/// the output of that process, or `None` inside that process.
 ///
-/// Unlike [`again!`], it gives the process no driver, and also works with a real driver.
+/// Unlike [`again!`], it does not set up the driver for the process, and also works with a real
+/// driver.
 #[macro_export]
 macro_rules! anew {
     ($prepare:expr) => {{

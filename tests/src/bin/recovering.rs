@@ -11,13 +11,13 @@ use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceId;
 use rustix::process::{Signal, getpid, kill_process};
 
-/// Elements of each process: enough for messages that need a grant.
+/// Number of elements of each process: enough for messages that the receiver must grant.
 const EACH: usize = 64 << 10;
 
-/// Number of steps of an epoch after which mapped memory is counted.
+/// Number of the step in an epoch after which mapped memory is counted.
 const WARM: u64 = 20;
 
-/// Time between two steps, so that processes die in all parts of them.
+/// Sleep between two steps, so that kills hit all parts of a step.
 const PAUSE: Duration = Duration::from_millis(2);
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
@@ -94,7 +94,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Returns the bytes of this process's mappings of memory that processes share.
+/// Returns the bytes of shared memory that this process has mapped.
 fn mapped() -> Result<u64> {
     let wrong = |error: std::io::Error| Error::Environment(error.to_string());
     let maps = std::fs::read_to_string("/proc/self/maps").map_err(wrong)?;

@@ -8,7 +8,7 @@ use mpmd_core::prelude::*;
 
 type AnyError = Box<dyn std::error::Error>;
 
-/// Time that the kernel takes: longer than a process that does not wait for it.
+/// Run time of the kernel: longer than the run time of a process that does not wait for it.
 const WORK: Duration = Duration::from_millis(300);
 
 /// A slow kernel that fails if `fails` is true.
@@ -70,7 +70,7 @@ fn main() -> Result<(), AnyError> {
     }
 }
 
-/// Issues a slow kernel on one process, which prints later if the work ended well or badly.
+/// Issues a slow kernel on the process `who`, which prints later whether the work succeeded.
 fn work(p: &mut Program, who: ProcessId, fails: bool) -> Result<()> {
     let mesh = p.mesh_of(&[("one", 1)], &p.topology().devices_of(who)[..1])?;
     let slow = p

@@ -11,16 +11,18 @@ use super::Say;
 /// Bytes of the array.
 const BYTES: usize = 64 << 10;
 
-/// Number of times that the memory in use is printed.
+/// Number of times that the memory in use is printed, at equal intervals.
 const LOOKS: usize = 10;
 
-/// Time limit until memory that nobody holds is no longer in use.
+/// Time limit for memory without a holder to become free.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
 
-/// `circling ROUNDS`: sends an array around all processes this many times. Each process checks
-/// values of it at every hop, and all of them in each tenth of the rounds. Then it prints the bytes
-/// that its pools have mapped and the bytes that it has lent. At the end, also after an error, it
-/// drops the array and prints if all memory has come back.
+/// Runs `circling ROUNDS`: sends an array around all processes this many times. Each process checks
+/// some values at every hop.
+///
+/// In each tenth of the rounds it checks all values once. It then prints the bytes that its pools
+/// have mapped, and the bytes that it has lent. At the end, also after an error, it drops the array
+/// and prints whether all memory has come back.
 pub(super) fn circle(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let rounds = args.first().and_then(|text| text.parse().ok());
     let rounds: usize = rounds.ok_or_else(|| Error::kernel("circling ROUNDS"))?;

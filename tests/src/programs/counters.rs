@@ -13,16 +13,16 @@ use mpmd_core::{BoundMethod, MadeObject, Method, MpmdObject, method};
 use super::Say;
 use super::soak::resident_bytes;
 
-/// Calls between two points at which results are read.
+/// Number of calls between two points at which results are read.
 const PERIOD: usize = 500;
 
-/// Most objects that are kept beside the one that each device uses.
+/// Maximum number of objects that are held in addition to the current object of each device.
 const KEPT: usize = 16;
 
-/// Time in which all dropped values must be gone.
+/// Time limit for all dropped values to be gone.
 const SOON: Duration = Duration::from_secs(30);
 
-/// A value that counts its calls, with some memory that a leak would show.
+/// A value that counts its calls. Its memory makes a leak visible.
 struct Counter {
     calls: u32,
     _memory: Vec<u8>,
@@ -46,7 +46,8 @@ impl Drop for Counter {
     }
 }
 
-/// Counts one more call and returns the number of calls. Panics on a negative input.
+/// Returns a method that adds one to the number of calls and returns that number. It panics on a
+/// negative input.
 fn count() -> impl Method<Object = Counter, Inputs = MpmdArray, Outputs = MpmdArray, Made = ()> {
     method(
         |_: &ShapedArray| f32s([]),
@@ -58,7 +59,7 @@ fn count() -> impl Method<Object = Counter, Inputs = MpmdArray, Outputs = MpmdAr
     )
 }
 
-/// Makes a new object with the same number of calls.
+/// Returns a method that makes a new object with the same number of calls.
 fn copy() -> impl Method<
     Object = Counter,
     Inputs = Empty<MpmdArray>,
@@ -82,9 +83,9 @@ struct Place<C: Method, D: Method> {
     last: MpmdArray,
 }
 
-/// `counters CALLS SEED [PANIC]`: random calls on random devices. After call PANIC, one object
-/// fails, its errors are compared, and the calls end. Prints `calls N` every now and then, and at
-/// the end the number of values that are left, and the resident bytes before and after.
+/// Runs `counters CALLS SEED [PANIC]`: random calls on random devices. After call PANIC, one object
+/// fails, its errors are compared, and the calls end. Prints `calls N` at intervals. At the end
+/// prints the number of values that are left, and the resident bytes before and after.
 pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number = |text: &&str| {
         text.parse::<usize>()
@@ -183,7 +184,7 @@ pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> 
     Ok(())
 }
 
-/// Makes the object fail. Returns a line with the error that the later calls get, on its owner.
+/// Makes an object fail. On its owner, returns a line with the error of the later calls.
 fn fail<C, D>(p: &mut Program, place: &Place<C, D>) -> Result<String>
 where
     C: Method<Object = Counter, Inputs = MpmdArray, Outputs = MpmdArray, Made = ()>,

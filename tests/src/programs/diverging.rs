@@ -10,11 +10,11 @@ use super::parts::Each;
 const STEPS: usize = 3;
 const MICROBATCHES: usize = 4;
 
-/// Step and microbatch at which the programs diverge.
+/// The (step, microbatch) at which the programs diverge.
 const AT: (usize, usize) = (1, 1);
 
-/// `diverging HOW PROCESS ELEMENTS`: this process departs from the program in the way `HOW`, once,
-/// in the middle. The arrays have `ELEMENTS` elements.
+/// Runs `diverging HOW PROCESS ELEMENTS`: the process with this number departs from the program
+/// once, in the way `HOW`. The arrays have `ELEMENTS` elements.
 pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let [how, who, elements] = args else {
         return Err(Error::kernel("three arguments are needed"));

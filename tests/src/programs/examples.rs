@@ -23,8 +23,8 @@ fn ones() -> Result<MpmdArray> {
     MpmdArray::from_slice(&SHAPE, &[1.0f32; 256])
 }
 
-/// Prints for each shard here if all its values are `value`. Prints `remote` on processes without
-/// shards.
+/// Prints for each shard of this process whether all its values are `value`. Prints `remote` on
+/// processes without shards.
 fn say_all_are(value: f32, x: &MpmdArray, say: &mut Say<'_>) -> Result<()> {
     x.block_until_ready()?;
     if x.is_fully_remote() {
@@ -47,14 +47,14 @@ fn say_all_are(value: f32, x: &MpmdArray, say: &mut Say<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Moves host values to devices, and prints if they arrived.
+/// Moves host values to devices, and prints whether they arrived.
 pub(super) fn uncommitted(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, _) = halves(p)?;
     let x = p.device_put(&ones()?, rows(&front))?;
     say_all_are(1.0, &x, say)
 }
 
-/// Moves an array from one mesh to another, and prints if the values arrived.
+/// Moves an array from one mesh to another, and prints whether the values arrived.
 pub(super) fn across_meshes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = halves(p)?;
     let x = p.device_put(&ones()?, rows(&front))?;
@@ -62,8 +62,8 @@ pub(super) fn across_meshes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> R
     say_all_are(1.0, &x, say)
 }
 
-/// Runs a kernel on one mesh, moves the result, and runs a kernel on the other mesh. Prints if the
-/// values are right.
+/// Runs a kernel on one mesh, moves the result, and runs a kernel on the other mesh. Prints whether
+/// the values are right.
 pub(super) fn jit_and_transfer(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = halves(p)?;
     let first = p

@@ -11,21 +11,21 @@ use mpmd_core::topology::DeviceId;
 use super::Say;
 use crate::random;
 
-/// More rounds than a test lasts.
+/// Number of rounds, more than a test has time for.
 const ROUNDS: usize = 1_000_000;
 
-/// Size of each transfer. No transport takes so many bytes at once.
+/// Bytes of each transfer: more than any transport takes at once.
 const BYTES: usize = 64 << 20;
 
-/// Lets at most 6 issued operations be unfinished. So some transfers are always in flight, but
-/// never more than fit into a machine's memory.
+/// Limits the lead of the program to 6 unfinished operations. So some transfers are always in
+/// flight, but never more than fit into a machine's memory.
 pub(super) fn short_lead(builder: Builder) -> Builder {
     builder.run_ahead(6, 1 << 30)
 }
 
-/// `flooding sends PROCESS`: this process sends 64 MiB to each other process, again and again.
-/// `flooding receives PROCESS`: each other process sends them to this one. Received bytes are
-/// compared while the next transfer is in flight.
+/// Runs `flooding sends PROCESS`, in which this process sends 64 MiB to each other process again
+/// and again. In `flooding receives PROCESS`, each other process sends 64 MiB to this one. The
+/// receiver compares the bytes while the next transfer is in flight.
 pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let wrong = || Error::kernel("flooding sends|receives PROCESS");
     let [how, who] = args else {

@@ -7,13 +7,13 @@ use mpmd_core::{Jit, ProcessId};
 
 use super::Say;
 
-/// Elements of an array: more than fit into an eager message.
+/// Number of elements of an array: more than fit into an eager message.
 const ELEMENTS: usize = 64 << 10;
 
-/// Rows of arrays that are moved in parts. They have half as many columns.
+/// Number of rows of arrays that are moved in parts. They have half as many columns.
 const ROWS: usize = 96;
 
-/// Arrays that are sent before any of them is checked.
+/// Number of arrays that are sent before one of them is checked.
 const AT_ONCE: usize = 200;
 
 static ADD: Source = Source::cuda(
@@ -90,17 +90,16 @@ impl Kernel for Add {
     }
 }
 
-/// `handing MODE`, where `MODE` is one of
+/// Runs `handing MODE`, where `MODE` is one of
 ///
-/// - `whole ROUNDS`: arrays go around all processes, each of which adds 1; the results at home are
-///   checked;
+/// - `whole ROUNDS`: arrays go around all processes, each of which adds 1. Process 0 checks the
+///   results;
 /// - `parts`: an array in rows becomes one in columns, then one in rows again, then a whole one on
 ///   each process;
-/// - `at-once`: many arrays are held by the next process, and by the one behind it, before any is
-///   checked;
-/// - `unfinished`: process 1 gets an array that the device of process 0 never finishes. Once it has
-///   failed, because the test kills process 0, process 1 checks that its device still works;
-/// - `steps`: like `whole`, until the test ends it; prints each step. Every process holds some
+/// - `at-once`: each process and the one after it hold many arrays before any is checked;
+/// - `unfinished`: process 1 gets an array that the device of process 0 never finishes. The test
+///   kills process 0, so the array fails. Then process 1 checks that its device still works;
+/// - `steps`: like `whole`, until the test ends it. Prints each step. Every process holds some
 ///   arrays of all others.
 ///
 /// At the end each process prints how often it opened memory of others, and the bytes that its
@@ -159,8 +158,8 @@ pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     Ok(())
 }
 
-/// Returns how often memory was opened, then the bytes that devices have copied among themselves.
-/// Both are 0 without the software driver.
+/// Returns how often memory of other processes was opened, and the bytes that devices have copied
+/// among themselves. Both are 0 without the software driver.
 fn counted() -> [u64; 2] {
     let memory = softcuda::calls("cuIpcOpenMemHandle_v2").unwrap_or(0);
     [memory, softcuda::bytes("device_to_device").unwrap_or(0)]
@@ -189,8 +188,8 @@ impl Hand {
         })
     }
 
-    /// Sends an array around all processes, each of which adds 1 to it. Returns the array at each
-    /// process in turn, the one back at process 0 last.
+    /// Sends an array around all processes, each of which adds 1 to it. Returns the array after
+    /// each hop; the last one is back on process 0.
     fn around(&mut self, p: &mut Program, number: usize) -> Result<Vec<MpmdArray>> {
         let mut x = p.array_from_fn(f32s([ELEMENTS]), &self.on[0], move |_, mut view| {
             let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
@@ -265,7 +264,7 @@ impl Hand {
         Ok(())
     }
 
-    /// Sends many arrays on, and on again by their receivers, before any is checked. Fails if a
+    /// Sends many arrays to other processes, which send them on, before any is checked. Fails if a
     /// value is wrong.
     fn at_once(&mut self, p: &mut Program) -> Result<()> {
         let n = p.processes();
@@ -297,8 +296,8 @@ impl Hand {
     }
 }
 
-/// Moves an array from rows to columns, back to rows, and to all processes. Fails if a value is
-/// wrong.
+/// Moves an array from rows to columns, back to rows, and whole to all processes. Fails if a value
+/// is wrong.
 fn parts(p: &mut Program) -> Result<()> {
     let n = p.processes();
     let mesh = p.mesh(&[("x", n)])?;

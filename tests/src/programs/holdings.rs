@@ -10,15 +10,15 @@ use mpmd_core::topology::DeviceId;
 use super::Say;
 use super::parts::numbered;
 
-/// Elements of an array of 1 MiB.
+/// Number of elements of an array of 1 MiB.
 const ELEMENTS: usize = 256 << 10;
 
-/// Time limit for the lent and borrowed memory to become as expected.
+/// Time limit for the lent and borrowed memory to reach the expected sums.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
 
-/// Process 0 sends an array to both others, and process 1 sends one to process 2; then all drop the
-/// arrays. Before and after the drop, prints the line about this process's memory. It waits until
-/// the sums are right for zero-copy transfers, but not for ever.
+/// Sends an array from process 0 to both others, and one from process 1 to process 2; then drops
+/// all arrays. Before and after the drop, prints a line about this process's memory. Waits up to
+/// `TIME_LIMIT` until the sums are those of zero-copy transfers.
 pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let me = p.process().index();

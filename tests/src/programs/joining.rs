@@ -7,10 +7,10 @@ use mpmd_core::{Jit, ProcessId};
 
 use super::Say;
 
-/// Elements of each device.
+/// Number of elements on each device.
 const EACH: usize = 20_000;
 
-/// Loop turns of the slow kernel: a good part of a second.
+/// Number of loop turns of the slow kernel, which take a good part of a second.
 const TURNS: u64 = 100_000_000;
 
 static SLOW: Source = Source::cuda(
@@ -24,7 +24,7 @@ static SLOW: Source = Source::cuda(
     "#,
 );
 
-/// A kernel that sums over all devices, in place; the device `slow` starts late.
+/// A kernel that sums over all devices, in place. On the device `slow` it starts late.
 struct Sum {
     slow: Option<usize>,
 }
@@ -59,10 +59,10 @@ impl Kernel for Sum {
     }
 }
 
-/// `joining MODE`, where `MODE` is one of
+/// Runs `joining MODE`, where `MODE` is one of
 ///
 /// - `sums ROUNDS`: sums over all devices, and checks the sums;
-/// - `steps SLOW`: the same until the test ends it, with the slow device `SLOW`; prints each step.
+/// - `steps SLOW`: the same until the test ends it, with the slow device `SLOW`. Prints each step.
 ///
 /// At the end each process prints how often it called NCCL, and how many NCCL groups it joined.
 pub(super) fn join(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {

@@ -24,7 +24,7 @@ fn listed(shards: &[(u32, [(usize, usize); 2])]) -> Result<Sharding> {
         .map_err(|error| Error::kernel(error.to_string()))
 }
 
-/// Returns all orders of these devices.
+/// Returns all permutations of these devices.
 fn orders(devices: &[u32]) -> Vec<Vec<u32>> {
     if devices.is_empty() {
         return vec![Vec::new()];
@@ -45,7 +45,7 @@ fn orders(devices: &[u32]) -> Vec<Vec<u32>> {
     all
 }
 
-/// Makes the moves and prints the shards of the results.
+/// Moves arrays between different kinds of shardings, and prints the shards of the results.
 pub(super) fn moves(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     chunks_in_all_orders(p, say)?;
     every_kind_to_every_other(p, say)?;

@@ -9,7 +9,8 @@ use super::parts::{numbered, say_shards};
 
 const LEAVES: usize = 1_000;
 
-/// Returns the shape of a leaf. Most have less than 1 KiB, some up to 16 KiB, and a few 80 KiB.
+/// Returns the shape of leaf number `leaf`. Most leaves have less than 1 KiB, some up to 16 KiB,
+/// and a few 80 KiB.
 fn shape(leaf: usize) -> [usize; 2] {
     match leaf % 50 {
         7 => [4_000 + leaf % 5, 5],
@@ -18,8 +19,8 @@ fn shape(leaf: usize) -> [usize; 2] {
     }
 }
 
-/// Moves the tree from two devices to two others, to all, and to one. Prints the shards of the
-/// leaves at every stop.
+/// Moves a tree from two devices to two others, to all, and to one. Prints the shards of the leaves
+/// after every move.
 pub(super) fn moves(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let chunks = |devices: &[u32]| {
         let devices = devices.iter().copied().map(DeviceId).collect();

@@ -15,40 +15,41 @@ use super::Say;
 use super::soak::resident_bytes;
 use crate::random;
 
-/// Size limits of an array in bytes.
+/// Minimum bytes of an array. `MOST_BYTES` is the maximum.
 const LEAST_BYTES: usize = 8;
 const MOST_BYTES: usize = 4 << 20;
 
 /// Number of different sizes in one run.
 const SIZES: usize = 64;
 
-/// One array in `LARGE` has any size, one in [`MIDDLE`] at most [`MIDDLE_BYTES`], the others at
-/// most [`SMALL_BYTES`].
+/// One array in `LARGE` has any size, one in [`MIDDLE`] has at most [`MIDDLE_BYTES`], and the
+/// others have at most [`SMALL_BYTES`].
 const LARGE: usize = 400;
 const MIDDLE: usize = 8;
 const MIDDLE_BYTES: usize = 64 << 10;
 const SMALL_BYTES: usize = 8 << 10;
 
-/// Number of offsets in the pattern at which the contents of an array can begin.
+/// Number of offsets in the random pattern at which an array's contents can begin.
 const PLACES: usize = 1 << 16;
 
-/// The largest number of arrays that are held after an array is made and moved.
+/// Maximum number of arrays that are held after each transfer.
 const KEPT: usize = 48;
 
-/// Arrays that are made between two points at which nothing is held.
+/// Number of arrays that are made between two points at which none is held.
 const PERIOD: usize = 2000;
 
-/// Lets at most 128 issued operations be unfinished, so that every drop can meet an operation in
-/// any state.
+/// Limits the lead of the program to 128 unfinished operations, so that a drop of an array can meet
+/// an operation in any state.
 pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `lending HAND-OVERS SEED TIME_LIMIT`: moves this many arrays from one process to another. The
-/// time limit for memory to come back is in seconds. Arrays that are checked are compared to the
-/// bit. After each fifth of the hand-overs, prints the memory in use. At the end, prints the number
-/// of arrays checked here and by all processes. Wrong data is printed as `WRONG`, even if the
-/// program ends with another error.
+/// Runs `lending HAND-OVERS SEED TIME_LIMIT`: moves this many arrays from one process to another.
+/// The time limit for memory to come back is in seconds. All bits of the checked arrays are
+/// compared; wrong data is printed as `WRONG`, even if the program ends with another error.
+///
+/// After each fifth of the hand-overs, prints the memory in use. At the end, prints the number of
+/// arrays that were checked on this process and on all processes.
 pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number = |text: &&str| {
         text.parse::<usize>()
@@ -75,21 +76,21 @@ pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
 
 struct Lending {
     random: Rng,
-    /// Time limit until memory that nobody holds is no longer in use.
+    /// Time limit for memory without a holder to become free.
     peer_timeout: Duration,
     sizes: [Vec<usize>; 3],
     pattern: Arc<Vec<u8>>,
-    /// One sharding for each process.
+    /// The shardings of arrays on one process, by process number.
     on: Vec<Sharding>,
-    /// One kernel for each process.
+    /// The kernels that flip an array, by process number.
     flip: Vec<Jit<Flip>>,
     kept: Vec<Kept>,
     handed_over: usize,
-    /// Number of arrays that this process has compared, in callbacks too.
+    /// Number of arrays that this process has compared, including comparisons in callbacks.
     looked_at: Arc<AtomicUsize>,
-    /// Number of arrays that the processes compare, each on the process that owns it.
+    /// Number of arrays that all processes together compare, each on its owner.
     awaited: usize,
-    /// Number of arrays to compare that this process owns.
+    /// Number of arrays to compare whose owner is this process.
     awaited_here: usize,
 }
 
@@ -102,7 +103,7 @@ struct Kept {
 #[derive(Clone)]
 struct Expected {
     pattern: Arc<Vec<u8>>,
-    /// Offset in the pattern, in bytes.
+    /// Offset of the contents in the pattern, in bytes.
     place: usize,
     bytes: usize,
     /// Number of times that all bits of the array were flipped.
@@ -277,7 +278,7 @@ impl Lending {
     }
 
     /// Checks all held arrays, and waits until no memory is in use or lent. Fails if that takes
-    /// longer than `peer_timeout`. All processes call it at the same point of the program.
+    /// longer than `peer_timeout`. All processes call this at the same point of the program.
     fn settle(&mut self, p: &mut Program) -> Result<()> {
         while let Some(kept) = self.kept.pop() {
             self.look(kept)?;
@@ -358,8 +359,8 @@ impl Kernel for Flip {
     }
 }
 
-/// `holding`: process 0 lends an array to process 1, which checks it again and again. Process 0
-/// prints its live and lent memory until all is back.
+/// Runs `holding`: process 0 lends an array to process 1, which checks it again and again. Process
+/// 0 prints its live and lent memory until all lent memory has come back.
 pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let pattern = Arc::new(random::bytes(8, MOST_BYTES));
     let fill = pattern.clone();
@@ -407,8 +408,8 @@ fn memory_use(fifth: usize, p: &Program) -> String {
     )
 }
 
-/// Returns the number of mappings and descriptors of shared memory, this process's own and those of
-/// other processes.
+/// Returns the number of mappings and file descriptors of shared memory in this process, for its
+/// own memory and that of other processes.
 fn segments() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let mapped = maps

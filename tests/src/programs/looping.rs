@@ -7,29 +7,31 @@ use mpmd_core::prelude::*;
 use super::Say;
 use super::parts::Each;
 
-/// More steps than a test lasts.
+/// Number of steps, more than a test has time for.
 const STEPS: usize = 1_000_000;
 
 const MICROBATCHES: usize = 3;
 
-/// Larger than an eager message, smaller than a socket takes at once.
+/// Shape of an array that is larger than an eager message, and smaller than a socket takes at once.
 const WIDE: [usize; 2] = [128, 256];
 
-/// Small enough for an eager message.
+/// Shape of an array that fits into an eager message.
 const NARROW: [usize; 2] = [4, 8];
 
-/// Lets at most 64 issued operations be unfinished. Nothing else stops a program that does not read
-/// its arrays.
+/// Limits the lead of the program to 64 unfinished operations. No other limit stops a program that
+/// does not read its arrays.
 pub(super) fn short_lead(builder: Builder) -> Builder {
     builder.run_ahead(64, 1 << 30)
 }
 
-/// More than a socket takes at once: a process that dies leaves partly sent pieces behind.
+/// Shape of an array that is larger than a socket takes at once, so that a process that dies leaves
+/// partly sent pieces behind.
 const LARGE: [usize; 2] = [1024, 2048];
 
-/// Runs until the test ends it, or for the number of steps among the arguments. With the argument
-/// `large` the arrays are large; otherwise some are small. With the argument `reading` every
-/// process waits for its part of each step. Otherwise only the limit of the lead makes it wait.
+/// Runs until the test ends it, or for the number of steps in the arguments. With the argument
+/// `large` the arrays are large; otherwise some are small. With the argument `reading`, every
+/// process waits for its part of each step. Otherwise a process waits only for the limit of its
+/// lead.
 pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
     let mut steps = Vec::new();

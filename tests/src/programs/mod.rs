@@ -28,18 +28,18 @@ pub use sending::STOPPED;
 use mpmd_core::prelude::*;
 use mpmd_core::{Builder, Simulation};
 
-/// Receives the lines that a program prints.
+/// A function that receives the lines that a program prints.
 pub type Say<'a> = dyn FnMut(String) + 'a;
 
-/// A program with a name.
+/// A test program and its name.
 pub struct Named {
-    /// The name by which tests start it.
+    /// The name by which tests start the program.
     pub name: &'static str,
-    /// Sets the program's settings, except for the number of devices.
+    /// Changes the settings of the program, except for the number of devices.
     pub settings: fn(Builder) -> Builder,
     /// Number of devices of the job; 0 for one per process.
     pub devices: usize,
-    /// Runs the program with the arguments it was started with.
+    /// Runs the program with its command line arguments.
     pub run: fn(&mut Program, &[&str], &mut Say<'_>) -> Result<()>,
 }
 
@@ -224,18 +224,18 @@ const ALL: &[Named] = &[
 ///
 /// # Panics
 ///
-/// If there is none.
+/// If there is no such program.
 pub fn find(name: &str) -> &'static Named {
     ALL.iter()
         .find(|named| named.name == name)
         .unwrap_or_else(|| panic!("no program is named {name:?}"))
 }
 
-/// Runs a program as `processes` threads of this process; returns the output of each.
+/// Runs a program as `processes` threads of this process, and returns the output of each.
 ///
 /// # Panics
 ///
-/// If one of them fails.
+/// If one of the threads fails.
 pub fn simulated(name: &str, processes: usize, args: &[&str]) -> Vec<String> {
     let named = find(name);
     let devices = if named.devices == 0 {

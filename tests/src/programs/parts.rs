@@ -6,7 +6,7 @@ use mpmd_core::prelude::*;
 
 use super::Say;
 
-/// The smallest program: sends one value from process 0 to all, which print it.
+/// Sends one value from process 0 to all processes, which print it. The smallest program.
 pub(super) fn hello(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let value = p.broadcast_value(mpmd_core::ProcessId(0), 0, || Ok(42))?;
     say(format!(
@@ -53,8 +53,8 @@ impl Kernel for Each {
     }
 }
 
-/// Returns a kernel that sums all elements, modulo 2^24 so that the sum is exact. For whole,
-/// unsharded arrays.
+/// Returns a kernel that sums all elements of an unsharded array of whole numbers, modulo 2^24 so
+/// that the sum is exact.
 pub(super) fn sum() -> impl Kernel<In = MpmdArray, Out = MpmdArray> {
     kernel(
         |_: &ShapedArray| f32s([]),

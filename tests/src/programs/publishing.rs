@@ -11,14 +11,15 @@ use mpmd_core::weights::{LeafPart, Publication, Subscribing, WantedLeaf};
 
 use super::Say;
 
-/// Several leaves, the last of some MiB.
+/// Shapes of several leaves, of which the last has some MiB.
 const SHAPES: [[usize; 2]; 3] = [[6, 50], [128, 96], [1024, 768]];
 
 fn token() -> Token {
     Token::new([3; 32])
 }
 
-/// Returns an element of a version: one in 50 changes with it.
+/// Returns the value of an element in a version. In each version, one element in 50 has a value of
+/// that version alone. The others change with every eighth version.
 fn element(version: u64, leaf: usize, index: u64) -> f32 {
     let own = if (index + version).is_multiple_of(50) {
         version
@@ -28,7 +29,8 @@ fn element(version: u64, leaf: usize, index: u64) -> f32 {
     ((index * 31 + own * 7 + leaf as u64) % 251) as f32
 }
 
-/// Publishes versions from a number on. Arguments: the address, and the first version.
+/// Publishes versions, with numbers from the first version on. Arguments: the address, and the
+/// first version.
 pub(super) fn publish(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let wrong = |what: &str| Error::Environment(what.to_owned());
     let [address, first] = args else {
@@ -71,8 +73,8 @@ pub(super) fn publish(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Resu
     }
 }
 
-/// Takes versions and compares them. Arguments: the address, the transport, and `changes` or
-/// `whole`.
+/// Subscribes to versions and compares their values. Arguments: the address, the transport, and
+/// `changes` or `whole`.
 pub(super) fn subscribe(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let [address, transport, how] = args else {
         return Err(Error::Environment(
@@ -122,7 +124,7 @@ pub(super) fn subscribe(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Re
     }
 }
 
-/// Compares every element of an array with a version.
+/// Compares every element of an array with its value in a version.
 fn compare(array: &MpmdArray, version: u64, leaf: usize, row: usize) -> Result<()> {
     for shard in array.addressable_shards()? {
         let columns = shard.region.range(1);

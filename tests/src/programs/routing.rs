@@ -42,7 +42,7 @@ fn shardings(p: &Program) -> Result<Vec<Sharding>> {
     Ok(all)
 }
 
-/// Returns where the devices of a sharding are, seen from this process.
+/// Describes where the devices of a sharding are, seen from this process.
 fn place(p: &Program, sharding: &Sharding) -> &'static str {
     let here = p.topology().devices_of(p.process());
     match sharding
@@ -57,8 +57,8 @@ fn place(p: &Program, sharding: &Sharding) -> &'static str {
     }
 }
 
-/// Fails if an element of this process's shards is not `whole`'s, a row-major matrix of 8 columns
-/// or a scalar.
+/// Fails if an element of this process's shards differs from `whole`, the row-major values of a
+/// scalar or of a matrix with 8 columns.
 fn check(x: &MpmdArray, whole: &[f32]) -> Result<()> {
     if x.is_fully_remote() {
         x.block_until_ready()?;
@@ -84,8 +84,8 @@ fn check(x: &MpmdArray, whole: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// Moves a small array between all pairs of shardings, and host values to each. Checks every value,
-/// and prints each kind of source and target that came up on this process.
+/// Moves a small array between all pairs of shardings, and host values to each. Checks every value.
+/// Prints each kind of source and target that occurred on this process.
 pub(super) fn table(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let mut seen = BTreeSet::new();
     let whole: Vec<f32> = (0..32u8).map(f32::from).map(|i| i * 7.0).collect();

@@ -10,15 +10,15 @@ use mpmd_core::{Error, ProcessId};
 
 use super::Say;
 
-/// Bytes of the array.
+/// Number of bytes of the array.
 const BYTES: usize = 1 << 20;
 
-/// The file in the working folder for which both processes wait before the move.
+/// Name of a file in the working folder. Both processes wait for it before the move.
 pub const STOPPED: &str = "stopped";
 
-/// Process 0 sends an array to process 1, which the test has stopped by then. Process 0 says
+/// Sends an array from process 0 to process 1, which the test has stopped before. Process 0 prints
 /// `pending` if the handle does not complete within half a second. Then it waits without a time
-/// limit, and says `taken` or the error.
+/// limit, and prints `taken` or the error.
 pub(super) fn send(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device: u32| Sharding::single_device(DeviceId(device));
     let x = p.array_from_fn(u8s([BYTES]), on(0), |_, mut view| Ok(view.fill(7u8)?))?;

@@ -16,34 +16,37 @@ use mpmd_core::{ArrayFuture, Builder, ProcessId, method};
 use super::Say;
 use crate::random;
 
-/// Most bytes of a common transfer.
+/// Maximum bytes of a common transfer.
 const BYTES: usize = 1 << 20;
 
-/// Most bytes of one transfer in [`RARE`].
+/// Maximum bytes of a large transfer. One transfer in [`RARE`] is large.
 const LARGE_BYTES: usize = 8 << 20;
 const RARE: usize = 200;
 
-/// The contents of each array are a slice of the random pattern that begins below this offset.
+/// Exclusive limit on the offset in the random pattern at which an array's contents begin.
 const OFFSETS: usize = 1 << 16;
 
-/// Most handles and futures that are kept for later.
+/// Maximum number of handles and futures that are held for later.
 const KEPT: usize = 24;
 
-/// Transfers between two points at which nothing is held.
+/// Number of transfers between two points at which nothing is held.
 const PERIOD: usize = 500;
 
-/// Lets at most 128 issued operations be unfinished, so that every drop can meet an operation in
-/// any state.
+/// Limits the lead of the program to 128 unfinished operations, so that a drop of an array can meet
+/// an operation in any state.
 pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `soak TRANSFERS SEED SECONDS`: random sizes between random processes, for that many transfers
-/// and then until that many seconds have passed. Awaited arrays are compared to the bit. The rest
-/// is dropped: as a handle or as a future, at once, later, or after some polls. Objects are made,
-/// changed and dropped meanwhile. After a fifth of the transfers and half of the seconds, and at
-/// the end, prints the bytes in use, mapped by pools, and resident, and the numbers of open files
-/// and threads. At the end, also prints the number of arrays checked here and by all processes.
+/// Runs `soak TRANSFERS SEED SECONDS`: moves arrays of random sizes between random processes. It
+/// ends after this number of transfers and this number of seconds, whichever comes last. All bits
+/// of awaited arrays are compared. The others are dropped: as a handle or as a future, at once,
+/// later, or after some polls. Objects are made, changed and dropped meanwhile.
+///
+/// Prints the use of memory, open files and threads: once after a fifth of the transfers and half
+/// of the seconds, and once at the end. Memory is the bytes in use, mapped by pools, and resident.
+/// At the end, also prints the number of arrays that were checked on this process and on all
+/// processes.
 pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number = |text: &&str| {
         text.parse::<usize>()
@@ -115,17 +118,17 @@ struct Soak {
     random: Rng,
     pattern: Arc<Vec<u8>>,
     kept: Vec<Kept>,
-    /// Number of arrays that this process has compared, in callbacks too.
+    /// Number of arrays that this process has compared, including comparisons in callbacks.
     looked_at: Arc<AtomicUsize>,
-    /// Number of arrays that the processes compare, each on the process that owns it.
+    /// Number of arrays that all processes together compare, each on its owner.
     awaited: usize,
-    /// Number of arrays to compare that this process owns.
+    /// Number of arrays to compare whose owner is this process.
     awaited_here: usize,
 }
 
 /// A handle or future that is dropped or awaited later.
 enum Kept {
-    /// The source of a transfer, only to be dropped.
+    /// The source array of a transfer, which is only dropped.
     Source {
         _x: MpmdArray,
     },
@@ -137,13 +140,13 @@ enum Kept {
 #[derive(Clone)]
 struct Moved {
     x: MpmdArray,
-    /// Offset in the pattern, in bytes.
+    /// Offset of the contents in the pattern, in bytes.
     place: usize,
     bytes: usize,
 }
 
 impl Soak {
-    /// Makes one array, moves it, and checks, keeps or drops it at random. All processes draw the
+    /// Makes one array, moves it, and checks, holds or drops it at random. All processes draw the
     /// same random numbers, so that they issue the same operations.
     fn transfer(&mut self, p: &mut Program) -> Result<()> {
         let processes = p.processes();
@@ -218,7 +221,7 @@ impl Soak {
         }
     }
 
-    /// Draws a size in bytes; small ones are as frequent as large ones.
+    /// Draws a random size in bytes. Small sizes are as frequent as large ones.
     fn size(&mut self) -> usize {
         if self.random.usize(..RARE) == 0 {
             return LARGE_BYTES - self.random.usize(..64);
@@ -228,7 +231,7 @@ impl Soak {
         (least + self.random.usize(..least)).min(BYTES)
     }
 
-    /// Awaits and checks a kept handle or future, or drops it, at random.
+    /// Awaits and checks a held handle or future, or drops it, at random.
     fn decide(&mut self, kept: Kept) -> Result<()> {
         match (kept, self.random.usize(..3)) {
             (Kept::Handle(moved), 0) => self.look(moved),
@@ -276,9 +279,9 @@ impl Soak {
         });
     }
 
-    /// Drops or awaits everything that is kept, and waits until no memory is in use. All processes
-    /// call it at the same point of the program. Operations that have not begun use no memory yet:
-    /// their leaks are found at the next such point.
+    /// Drops or awaits everything that is held, and waits until no memory is in use. All processes
+    /// call this at the same point of the program. Operations that have not begun use no memory
+    /// yet: their leaks are found at the next such point.
     fn settle(&mut self, p: &Program) -> Result<()> {
         while let Some(kept) = self.kept.pop() {
             self.decide(kept)?;

@@ -10,7 +10,7 @@ use super::parts::Each;
 
 const MICROBATCHES: u32 = 3;
 
-/// Stage and microbatch of the pass that never ends.
+/// The (stage, microbatch) of the pass that never ends.
 const STUCK: (usize, u32) = (2, 1);
 
 /// A kernel that never ends.

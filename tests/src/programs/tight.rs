@@ -10,10 +10,10 @@ use mpmd_core::topology::DeviceId;
 use super::Say;
 use super::parts::{numbered, say_shards, sum};
 
-/// Larger than every buffer of a socket: 32 MiB.
+/// Number of elements of an array that is larger than every buffer of a socket: 32 MiB.
 const ELEMENTS: usize = 8 << 20;
 
-/// Long enough that everything that does not wait for it has ended.
+/// Delay of a slow array, long enough for all operations that do not wait for it to end.
 const SLOW: Duration = Duration::from_millis(400);
 
 /// Returns a function that fills an array as [`numbered`] does, with whole numbers, after a delay
@@ -26,8 +26,8 @@ fn slowly(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Syn
     }
 }
 
-/// Moves arrays between two devices in both directions at once: first arrays with late data, then
-/// arrays with data that is ready. Prints the results.
+/// Moves arrays between two devices in both directions at once. The first arrays have late data,
+/// the next have data that is ready. Prints the results.
 pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let ends = [
         Sharding::single_device(DeviceId(0)),
@@ -52,13 +52,14 @@ pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result
     Ok(())
 }
 
-/// Limits device memory to one and a half of the arrays, so that two do not fit.
+/// Limits device memory to one and a half times the size of an array, so that two arrays do not
+/// fit.
 pub(super) fn small_memory(builder: Builder) -> Builder {
     builder.device_memory((ELEMENTS as u64 * 4) * 3 / 2)
 }
 
-/// Device 1 receives from device 0, which is slow, and then from device 2, which is not. It has
-/// room for one array at a time.
+/// Moves arrays to device 1 from device 0, which is slow, and then from device 2, which is not.
+/// Device 1 has memory for one array at a time.
 pub(super) fn budget(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let mesh = p.mesh_of(&[("d", 1)], &[DeviceId(1)])?;

@@ -10,12 +10,12 @@ const STEPS: usize = 4;
 
 const MICROBATCHES: u32 = 3;
 
-/// One shape is larger than an eager message, the other smaller.
+/// Shapes of the arrays. The first is larger than an eager message, the second smaller.
 const SHAPES: [[usize; 2]; 2] = [[256, 128], [8, 2]];
 
 /// Sends each microbatch through both halves of the devices and back. The first steps are issued,
-/// the others replayed. Prints `operation NUMBER front|back|both`: the devices that take part in
-/// it.
+/// the others replayed. Prints `operation NUMBER front|back|both`: the halves of the devices that
+/// take part in the operation.
 pub(super) fn steps(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let halves = p.mesh(&[("half", 2), ("x", 2)])?.split("half")?;
     let (front, back) = (&halves[0], &halves[1]);

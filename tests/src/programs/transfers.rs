@@ -158,8 +158,8 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
     say_shards("a tree, moved", &large, say)
 }
 
-/// Sends messages just below, at and just above the size limit for eager messages. Then sends more
-/// of them than the eager credit allows. Prints the received shards.
+/// Sends arrays just below, at and just above the size limit for eager messages. Then sends more of
+/// them than the eager credit allows. Prints the received shards.
 pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     const LIMIT: usize = mpmd_proto::router::EAGER_BYTES as usize;
     let ends = [
@@ -190,7 +190,8 @@ pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Res
     Ok(())
 }
 
-/// Moves 64 MiB from the rows of one half to the columns of the other, and prints the shards.
+/// Moves 64 MiB from rows on one half of the devices to columns on the other half, and prints the
+/// shards.
 pub(super) fn large(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = (chosen(p, &[0, 1, 2, 3])?, chosen(p, &[4, 5, 6, 7])?);
     let x = p.array_from_fn(f32s([4096, 4096]), front.sharding(spec!["d"]), numbered(5))?;

@@ -2,8 +2,8 @@
 
 use super::set::Better;
 
-/// Returns the order of the two sides in pair `pair`: A B B A, so that a machine that becomes
-/// slower or faster favours neither. True stands for the other commit.
+/// Returns the order of the two runs of pair `pair`; true is the run of the other commit. The order
+/// alternates, so that a machine that becomes slower or faster favours neither side.
 pub(super) fn order(pair: usize) -> [bool; 2] {
     if pair.is_multiple_of(2) {
         [true, false]
@@ -12,7 +12,7 @@ pub(super) fn order(pair: usize) -> [bool; 2] {
     }
 }
 
-/// A median and the values at a tenth and at nine tenths of the sorted values.
+/// The median, the 10th and the 90th percentile of some values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct RatioSpread {
     pub(super) median: f64,
@@ -21,7 +21,7 @@ pub(super) struct RatioSpread {
 }
 
 impl RatioSpread {
-    /// Returns the spread of these values without interpolation; `None` if there are none.
+    /// Returns the spread of `values`, without interpolation. `None` if there are no values.
     pub(super) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut sorted: Vec<f64> = values.into_iter().collect();
         sorted.sort_by(f64::total_cmp);
@@ -36,7 +36,8 @@ impl RatioSpread {
         })
     }
 
-    /// Returns the direction that the whole spread of a ratio shows.
+    /// Returns the direction of a ratio's spread: faster if all of it is below 1, slower if all of
+    /// it is above 1.
     pub(super) fn mark(self) -> RatioMark {
         if self.p90 < 1.0 {
             RatioMark::Faster
@@ -47,18 +48,18 @@ impl RatioSpread {
         }
     }
 
-    /// Returns true if the whole spread of a ratio is above `limit`.
+    /// True if the whole spread of a ratio is above `limit`.
     pub(super) fn is_above(self, limit: f64) -> bool {
         self.p10 > limit
     }
 }
 
-/// The direction of a difference.
+/// The direction in which the working tree differs from the other commit.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum RatioMark {
     Faster,
     Slower,
-    /// The spread has values on both sides of 1.
+    /// Not known: the spread contains 1.
     Neither,
 }
 
@@ -72,9 +73,8 @@ impl RatioMark {
     }
 }
 
-/// Returns the ratio of each pair in which both sides have a value: the time of the working tree
-/// over that of the other commit, or the other commit's rate over that of the working tree. So a
-/// ratio below 1 is an improvement for any figure.
+/// Returns the ratio of each pair in which both sides have a value. For a time it is the working
+/// tree over the other commit, for a rate the reverse. So a ratio below 1 is an improvement.
 pub(super) fn ratios(tree: &[Option<f64>], against: &[Option<f64>], better: Better) -> Vec<f64> {
     let both = tree
         .iter()

@@ -5,14 +5,14 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
-/// The facts that figures depend on.
+/// The properties of the machine that measured figures depend on.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Machine {
     cpu: String,
     cores: usize,
     memory_gib: u64,
     kernel: String,
-    /// The number of busy processes in the last minute before the first measurement.
+    /// The system's average load over the last minute, read before the first measurement.
     load: String,
 }
 
@@ -32,7 +32,7 @@ impl Machine {
         }
     }
 
-    /// Returns the machine in a line for people.
+    /// Returns a description of the machine in one line.
     pub(super) fn text(&self) -> String {
         let Self {
             cpu,
@@ -69,8 +69,8 @@ impl Machine {
     }
 }
 
-/// Returns the processor's name from the text of `/proc/cpuinfo`, or its architecture where the
-/// kernel gives no name.
+/// Returns the processor's name from the text of `/proc/cpuinfo`. Without a name there, returns the
+/// architecture.
 fn cpu(info: &str) -> String {
     let line = info
         .lines()
@@ -82,14 +82,14 @@ fn cpu(info: &str) -> String {
     )
 }
 
-/// Returns the size of the memory, rounded, from the text of `/proc/meminfo`.
+/// Returns the rounded size of the memory in GiB, from the text of `/proc/meminfo`.
 fn memory_gib(info: &str) -> u64 {
     let line = info.lines().find_map(|line| line.strip_prefix("MemTotal:"));
     let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
     (kib.unwrap_or(0) + (1 << 19)) >> 20
 }
 
-/// Returns the time now in UTC, as `2026-11-23T12:00:00Z`.
+/// Returns the current time in UTC, as `2026-11-23T12:00:00Z`.
 pub(super) fn now() -> String {
     let said = Command::new("date")
         .args(["-u", "+%FT%TZ"])

@@ -13,16 +13,16 @@ use crate::program_output::quiet;
 /// Time limit for one run of a program.
 const RUN: Duration = Duration::from_secs(120);
 
-/// Exit code of a program that does not know its arguments.
+/// Exit code of a program that rejects its arguments as unknown.
 const USAGE: i32 = 2;
 
-/// The two sides. Without another commit there is only the working tree.
+/// The programs of the two compared commits. Without another commit there is only the working tree.
 pub(super) struct Sides<'a> {
     pub(super) tree: &'a Programs,
     pub(super) against: Option<&'a Programs>,
 }
 
-/// The surroundings of a run.
+/// The folders of a measurement, and the flag that stops it.
 pub(super) struct MeasurePlace<'a> {
     /// The folder in which programs run.
     pub(super) root: &'a Path,
@@ -31,12 +31,12 @@ pub(super) struct MeasurePlace<'a> {
     pub(super) stop: &'a AtomicBool,
 }
 
-/// The values of a figure. Both sides have one place for each pair.
+/// The values of a figure, one per pair on each side. `None` for a value that is missing.
 pub(super) struct MeasuredFigure {
     pub(super) measurement: &'static Measurement,
     pub(super) figure: &'static FigureSpec,
     pub(super) tree: Vec<Option<f64>>,
-    /// The values of the other commit. Empty without one.
+    /// The values of the other commit. Empty if no commits are compared.
     pub(super) against: Vec<Option<f64>>,
     /// The reason why values are missing.
     pub(super) why: Option<String>,
@@ -53,19 +53,19 @@ impl MeasuredFigure {
     }
 }
 
-/// The result of one run.
+/// The result of one run of a measurement.
 enum Ran {
-    /// The figures of the measurement, in order. `None` for those that the output lacks.
+    /// The figures of the measurement, in order. `None` for a figure that is not in the output.
     Done(Vec<Option<f64>>),
-    /// The side does not have this measurement.
+    /// This commit does not have the measurement. The text is the reason.
     Absent(String),
     Failed(String),
 }
 
-/// Measures one measurement in `pairs` pairs. Without another commit, a pair is one run. A side
-/// that failed, or lacks the measurement, does not run again.
+/// Runs a measurement in `pairs` pairs. Without another commit, a pair is one run. A side that
+/// failed, or lacks the measurement, does not run again.
 ///
-/// After an interruption it returns early; the rows then lack values.
+/// Returns early after an interruption; the rows then lack values.
 pub(super) fn measure(
     measurement: &'static Measurement,
     sides: &Sides<'_>,
@@ -111,8 +111,7 @@ pub(super) fn measure(
 }
 
 impl MeasuredFigure {
-    /// Takes the result of one run. `at` is the place of this row's figure among those of the
-    /// measurement.
+    /// Adds the result of one run. `at` is the index of this figure in the measurement.
     fn take(&mut self, ran: &Ran, at: usize, pair: usize, other: bool) {
         let side = if other {
             "the other commit"
@@ -180,11 +179,12 @@ mod tests {
     use super::super::set::SET;
     use super::*;
 
-    /// Prints the figures of the measurement `handover`.
+    /// A shell command that prints a figure of the measurement `handover`.
     const HANDOVER: &str = r#"echo '{"name":"handover","parameters":"64Mi, x","median":20}'
         echo '{"name":"handover warm-up","parameters":"64Mi, x","median":4}'"#;
 
-    /// Measures `handover` in three pairs with these scripts in place of the programs.
+    /// Measures `handover` in three pairs. The scripts `tree` and `against` run in place of the
+    /// programs.
     fn handover(name: &str, tree: &str, against: Option<&str>) -> Vec<MeasuredFigure> {
         let there = Repository::new(name, tree);
         let of = |script: &str| Programs::from([("mpmd".to_owned(), there.root.join(script))]);

@@ -154,7 +154,7 @@ fn measured(builder: &ProgramBuilder<'_>, options: &BenchOptions) -> anyhow::Res
     Ok(verdict(&rows, options.at_most))
 }
 
-/// Runs all measurements and prints a line for each.
+/// Runs all measurements, and prints a line for each.
 fn all(
     builder: &ProgramBuilder<'_>,
     options: &BenchOptions,
@@ -222,7 +222,8 @@ mod tests {
     use super::programs::tests::Repository;
     use super::*;
 
-    /// Prints figures of the measurement `handover`; `FIRST` becomes the first of them.
+    /// A shell command that prints figures of the measurement `handover`. `FIRST` is replaced by
+    /// the first figure.
     const HANDOVER: &str = r#"echo '{"name":"handover","parameters":"64Mi, x","median":FIRST}'
         echo '{"name":"handover warm-up","parameters":"64Mi, x","median":4}'"#;
 

@@ -6,26 +6,26 @@ use anyhow::{Context as _, bail};
 
 use super::set::{Measurement, SET};
 
-/// Number of pairs without `--pairs`.
+/// Number of pairs if `--pairs` is absent.
 const PAIRS: usize = 7;
 
-/// The smallest number of pairs that have a spread.
+/// Minimum number of pairs for a comparison with another commit: fewer have no spread.
 const FEWEST_PAIRS: usize = 3;
 
-/// Arguments of the command.
+/// Arguments of `cargo xtask bench`.
 pub(crate) struct BenchOptions {
-    /// The commit to compare with, as git understands it.
+    /// The commit to compare with, in any form that git accepts.
     pub(super) against: Option<String>,
     pub(super) pairs: usize,
     /// The measurements to run.
     pub(super) only: Vec<&'static Measurement>,
-    /// The file for all values.
+    /// The file to which all values are written.
     pub(super) json: Option<PathBuf>,
-    /// The largest ratio that is no failure.
+    /// The largest ratio that does not count as a failure.
     pub(super) at_most: Option<f64>,
-    /// True if the results become the repository's record.
+    /// True if the results are written to the repository's performance record.
     pub(super) record: bool,
-    /// True if the set is only listed.
+    /// True if the measurements are only listed.
     pub(super) list: bool,
 }
 

@@ -18,17 +18,18 @@ use crate::program_output::{ProgramOutput, quiet, watched};
 /// Time limit for git, which writes a few thousand files.
 const GIT: Duration = Duration::from_secs(120);
 
-/// Time limit for a build of everything.
+/// Time limit for a build of all programs and their dependencies.
 const BUILD: Duration = Duration::from_secs(3600);
 
-/// The executables of one commit by name. Programs that the commit does not have are left out.
+/// Paths of the executables of one commit, by program name. Programs that the commit does not have
+/// are left out.
 pub(super) type Programs = BTreeMap<String, PathBuf>;
 
-/// Builds programs with cargo, and keeps those of other commits for later comparisons.
+/// Builds programs with cargo, and stores the programs of other commits for later comparisons.
 pub(super) struct ProgramBuilder<'a> {
     /// The folder of the workspace.
     pub(super) root: &'a Path,
-    /// The folder for the work tree, its build, and the programs of other commits.
+    /// The folder for the work tree, its build, and the stored programs of other commits.
     pub(super) folder: PathBuf,
     pub(super) cargo: OsString,
     /// Ends a build when it becomes true.
@@ -36,7 +37,7 @@ pub(super) struct ProgramBuilder<'a> {
 }
 
 impl ProgramBuilder<'_> {
-    /// Returns the hash of a commit.
+    /// Returns the hash of the commit `rev`.
     ///
     /// # Errors
     ///
@@ -56,8 +57,7 @@ impl ProgramBuilder<'_> {
             .to_owned())
     }
 
-    /// Returns true if files of the working tree differ from its commit. Pages in `docs` do not
-    /// count.
+    /// True if files of the working tree differ from its commit. Pages in `docs` do not count.
     pub(super) fn has_changes(&self) -> anyhow::Result<bool> {
         let status = [
             "status",
@@ -110,8 +110,8 @@ impl ProgramBuilder<'_> {
         Ok(found.filter(|(_, program)| program.is_file()).collect())
     }
 
-    /// Builds those of the programs `names` that the workspace in `source` has. Each is built by a
-    /// command of its own with `--package`, so its features do not depend on the other names.
+    /// Builds the programs in `names` that the workspace in `source` has. Each is built by its own
+    /// command with `--package`, so its features do not depend on the other names.
     fn build(
         &self,
         source: &Path,
@@ -164,8 +164,8 @@ impl ProgramBuilder<'_> {
     }
 }
 
-/// Runs git in a process group of its own, so a terminal's Ctrl-C does not interrupt it. Otherwise
-/// half a work tree could be left behind.
+/// Runs git in its own process group, so that Ctrl-C in a terminal does not interrupt it. An
+/// interruption could leave half a work tree behind.
 fn run_git(root: &Path, arguments: &[&str]) -> anyhow::Result<ProgramOutput> {
     let mut command = Command::new("git");
     command.process_group(0).current_dir(root).args(arguments);
@@ -198,7 +198,7 @@ fn package_of<'a>(metadata: &'a Value, name: &str) -> Option<&'a str> {
     package["name"].as_str()
 }
 
-/// Returns the path of the program `name`, if this message of cargo has it.
+/// Returns the path of the program `name` if this message of cargo reports it.
 fn executable(line: &str, name: &str) -> Option<PathBuf> {
     let message: Value = serde_json::from_str(line).ok()?;
     let is_it = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
@@ -207,14 +207,14 @@ fn executable(line: &str, name: &str) -> Option<PathBuf> {
         .flatten()
 }
 
-/// A work tree of git. Dropping it removes it.
+/// A work tree of git. Dropping this removes it.
 struct WorkTree<'a> {
     root: &'a Path,
     folder: PathBuf,
 }
 
 impl<'a> WorkTree<'a> {
-    /// Checks out a commit into a folder that is the same for all commits, so cargo can reuse the
+    /// Checks out a commit. The folder is the same for all commits, so that cargo can reuse the
     /// build of the dependencies.
     fn add(builder: &ProgramBuilder<'a>, commit: &str) -> anyhow::Result<Self> {
         let folder = builder.folder.join("source");
@@ -262,8 +262,8 @@ pub(super) mod tests {
     use super::*;
 
     /// A repository of one commit in a temporary folder, with a script in place of cargo. The
-    /// script says that the workspace has the program `mpmd`, and "builds" it from the file of that
-    /// name.
+    /// script reports the program `mpmd` in the workspace, and the file `mpmd` as the result of a
+    /// build.
     pub(in crate::bench) struct Repository {
         pub(in crate::bench) root: PathBuf,
         pub(in crate::bench) stop: AtomicBool,
@@ -329,7 +329,7 @@ pub(super) mod tests {
             self.git(&["worktree", "list"]).lines().count()
         }
 
-        /// Returns the number of builds of cargo.
+        /// Returns the number of times that cargo was run to build.
         fn builds(&self) -> usize {
             let calls = fs::read_to_string(self.root.join("calls")).unwrap_or_default();
             calls

@@ -17,7 +17,7 @@ pub(super) struct OtherCommit<'a> {
     pub(super) hash: &'a str,
 }
 
-/// The circumstances of a run.
+/// The machine, the commits and the settings of a run of the benchmarks.
 pub(super) struct BenchRun<'a> {
     pub(super) date: &'a str,
     pub(super) machine: &'a Machine,
@@ -25,21 +25,21 @@ pub(super) struct BenchRun<'a> {
     pub(super) commit: &'a str,
     /// True if the working tree differs from its commit.
     pub(super) changed: bool,
-    /// The other commit, if there is one.
+    /// The commit to compare with, if there is one.
     pub(super) against: Option<OtherCommit<'a>>,
     pub(super) pairs: usize,
 }
 
-/// The number of digits of a hash that people read.
+/// Number of digits of a hash in texts for people.
 const SHORT: usize = 9;
 
 impl BenchRun<'_> {
-    /// Returns the first digits of the working tree's commit.
+    /// Returns the first digits of the hash of the working tree's commit.
     pub(super) fn short_commit(&self) -> &str {
         short(self.commit)
     }
 
-    /// Returns the sentences that a reader needs with the figures.
+    /// Returns the sentences that explain how the figures were measured.
     fn about(&self) -> String {
         let changed = if self.changed { " with changes" } else { "" };
         let tree = format!("{}{changed}", self.short_commit());
@@ -74,7 +74,8 @@ pub(super) fn text(rows: &[MeasuredFigure], run: &BenchRun<'_>) -> String {
     format!("{}\n\n{}", table(rows, run, false), run.about())
 }
 
-/// Formats the results as the page of the record. `data` is the name of the file with all values.
+/// Formats the results as the page of the performance record. `data` is the name of the file with
+/// all values.
 pub(super) fn page(rows: &[MeasuredFigure], run: &BenchRun<'_>, data: &str) -> String {
     format!(
         "# Performance\n\n`cargo xtask bench --record` writes this page. All values: \
@@ -167,7 +168,7 @@ fn figure(value: f64) -> String {
     }
 }
 
-/// Returns everything as JSON.
+/// Returns all values, and the description of the run, as JSON.
 pub(super) fn json(rows: &[MeasuredFigure], run: &BenchRun<'_>) -> Value {
     let spread_of = |spread: Option<RatioSpread>| {
         spread.map(

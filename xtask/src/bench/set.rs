@@ -4,17 +4,17 @@
 use anyhow::anyhow;
 use serde_json::Value;
 
-/// One run of a program, which gives several figures.
+/// One run of a program, whose output has several figures.
 pub(super) struct Measurement {
-    /// The name for `--only`.
+    /// Name of the measurement in `--only`.
     pub(super) name: &'static str,
-    /// The program: the name of a binary of the workspace.
+    /// Name of the program: a binary of the workspace.
     pub(super) program: &'static str,
     pub(super) arguments: &'static [&'static str],
     pub(super) figures: &'static [FigureSpec],
 }
 
-/// A figure in the output of a measurement.
+/// A figure that a measurement prints.
 pub(super) struct FigureSpec {
     /// The name of the figure, for people.
     pub(super) item: &'static str,
@@ -23,9 +23,10 @@ pub(super) struct FigureSpec {
     pub(super) better: Better,
 }
 
-/// The place of a figure in the output.
+/// The position of a figure in a program's output.
 enum FigurePosition {
-    /// The median of the first line of JSON that has this case and parameters with this start.
+    /// The median in the first line of JSON with this case, and with parameters that begin like
+    /// this.
     Median {
         case: &'static str,
         parameters: &'static str,
@@ -37,15 +38,15 @@ enum FigurePosition {
 /// The direction in which a figure improves.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Better {
-    /// Times.
+    /// Smaller is better: for times.
     Lower,
-    /// Rates and shares.
+    /// Larger is better: for rates and shares.
     Higher,
 }
 
 use Better::{Higher, Lower};
 
-/// Returns a figure of `mpmd bench … --json`.
+/// Describes a figure that `mpmd bench … --json` prints.
 const fn median(
     item: &'static str,
     case: &'static str,
@@ -61,7 +62,7 @@ const fn median(
     }
 }
 
-/// Returns the rate that `train_gpt` prints.
+/// Describes the rate in tokens per second that `train_gpt` prints.
 const fn tokens(item: &'static str) -> FigureSpec {
     FigureSpec {
         item,
@@ -71,7 +72,7 @@ const fn tokens(item: &'static str) -> FigureSpec {
     }
 }
 
-/// The arguments of a short training. Each side reads the same text, which rarely changes.
+/// Returns the arguments of a short training. Both sides read the same text, which rarely changes.
 const fn training(processes: &'static str) -> [&'static str; 8] {
     [
         "--steps",
@@ -239,7 +240,8 @@ const fn rows_to_columns(item: &'static str, parameters: &'static str) -> Figure
 }
 
 impl FigureSpec {
-    /// Reads the figure. `None` if the output has no such figure, or if it is no finite number.
+    /// Reads the figure from a program's output. `None` if the output has no such figure, or if it
+    /// is not a finite number.
     ///
     /// # Errors
     ///

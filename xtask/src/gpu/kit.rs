@@ -21,25 +21,26 @@ use crate::candle_cuda;
 use crate::commands::cargo;
 use crate::program_output::{quiet, watched};
 
-/// The program that runs the stages.
+/// Name of the program that runs the stages.
 const RUNNER: &str = "xtask";
 
-/// The content of a kit.
+/// The definition of a kit, which has all files that the stages need on another machine.
 #[derive(Debug)]
 pub(super) struct KitContent {
-    /// The name in the manifest.
+    /// Name of the kit in its manifest.
     pub(super) name: &'static str,
     /// The programs that the stages and their tests start, and the one that runs the stages.
     pub(super) programs: &'static [&'static str],
     /// The packages with these programs, and with tests that use the driver.
     packages: &'static [&'static str],
-    /// The features that make candle compute on CUDA devices, if the kit is for that.
+    /// The features that make candle compute on CUDA devices. `None` for a kit without candle for
+    /// CUDA.
     features: Option<&'static str>,
     /// Files and folders for tests and stages.
     data: &'static [KitData],
 }
 
-/// A file or folder of the repository that a kit contains.
+/// A file or folder of the repository that is copied into a kit.
 #[derive(Debug)]
 struct KitData {
     /// Path in the repository.
@@ -61,10 +62,10 @@ impl KitContent {
     }
 }
 
-/// Both kits.
+/// The definitions of both kits.
 pub(super) static CONTENTS: [&KitContent; 2] = [&FRAMEWORK, &CANDLE];
 
-/// Everything that needs no build of candle for CUDA.
+/// The kit of all programs and tests that need no build of candle for CUDA.
 pub(super) static FRAMEWORK: KitContent = KitContent {
     name: "framework",
     programs: &[
@@ -91,7 +92,7 @@ pub(super) static FRAMEWORK: KitContent = KitContent {
     data: &[KitData::new("README.md", "text")],
 };
 
-/// Models on CUDA devices: the tests of candle's build for them, and the programs of models.
+/// The kit of models on CUDA devices: tests of candle built for CUDA, and programs of models.
 pub(super) static CANDLE: KitContent = KitContent {
     name: "candle",
     programs: &["finetune", "generate", "serve", "train_and_serve", RUNNER],
@@ -104,33 +105,35 @@ pub(super) static CANDLE: KitContent = KitContent {
     ],
 };
 
-/// The folder of a kit with the models of the tests, which look for it beside their own folder.
+/// The folder in a kit with the models of the tests. The tests look for it beside their own folder.
 const FOLDERS: &str = "folders";
 
-/// The function that the macros of the driver in software define in each test that uses it. Its
-/// full name is in the test's executable.
+/// Name of a function that the macros of the driver in software define in each test that uses it.
+/// The test executable contains the function's full name.
 const REGISTERED: &[u8] = b"::needs_softcuda_driver";
 
-/// The driver in software.
+/// File name of the driver in software.
 const SOFTWARE: &str = "libsoftcuda_driver.so";
 
-/// The file of a kit with its commit and its tests.
+/// Name of the file in a kit that lists its commit and its tests.
 const MANIFEST: &str = "manifest";
 
-/// The file of a packed kit with everything but the program that runs the stages, which unpacks it.
+/// Name of the archive in a packed kit. It has everything except the program that runs the stages
+/// and unpacks it.
 const PACKED: &str = "packed.tar.zst";
 
-/// The most bytes of a packed kit: together with the repository it fits where such machines take
-/// their files from.
+/// Maximum bytes of a packed kit. Together with the repository it must fit the limit for files on
+/// machines with GPUs.
 const MOST: u64 = 60 << 20;
 
-/// The newest version of glibc that a program may need.
+/// The newest version of glibc that programs of a kit may need.
 const GLIBC: (u32, u32) = (2, 34);
 
-/// The libraries that a program may need. CUDA's are loaded when they are first used.
+/// The libraries that programs of a kit may need. CUDA's libraries are loaded when they are first
+/// used.
 const LIBRARIES: [&str; 4] = ["libc.so.", "libm.so.", "libgcc_s.so.", "ld-linux"];
 
-/// The libraries that a program with candle for CUDA may need, too.
+/// Further libraries that programs with candle for CUDA may need.
 const OF_CANDLE: [&str; 7] = [
     "libcuda.so",
     "libcudart.so",
@@ -144,16 +147,16 @@ const OF_CANDLE: [&str; 7] = [
 /// Time limit of the build, and of each program that packs.
 const LONG: Duration = Duration::from_secs(4 * 3600);
 
-/// A kit, as its manifest tells.
+/// A kit in a folder, as described by its manifest.
 pub(super) struct Kit {
-    /// The absolute folder.
+    /// Absolute path of the kit's folder.
     pub(super) folder: PathBuf,
     pub(super) commit: String,
     pub(super) content: &'static KitContent,
     pub(super) tests: Vec<KitTest>,
 }
 
-/// A test of a kit.
+/// A test in a kit.
 pub(super) struct KitTest {
     /// The test executable, relative to the kit.
     pub(super) file: String,
@@ -171,17 +174,17 @@ impl fmt::Display for KitTest {
 #[derive(Debug, Default)]
 struct Built {
     programs: BTreeMap<String, PathBuf>,
-    /// Test executables by the names that they get.
+    /// Test executables, by their names in a kit.
     tests: BTreeMap<String, PathBuf>,
     software: Option<PathBuf>,
 }
 
 impl Kit {
-    /// Reads the manifest of the kit in `folder`, which it unpacks if need be.
+    /// Reads the manifest of the kit in `folder`. Unpacks a packed kit first.
     ///
     /// # Errors
     ///
-    /// If it cannot be unpacked, or has no manifest or a wrong one.
+    /// If the kit cannot be unpacked, or has no manifest or a wrong one.
     pub(super) fn read(folder: &Path) -> anyhow::Result<Self> {
         let path = folder.join(MANIFEST);
         let packed = folder.join(PACKED);
@@ -222,12 +225,12 @@ impl Kit {
     }
 }
 
-/// Builds the workspace at `root` and lays a kit into `folder`, in place of an older kit. With
-/// `software`, candle is built for the driver in software, else by the toolkit of this machine.
+/// Builds the workspace at `root` and writes a kit to `folder`, in place of an older kit. With
+/// `software`, candle is built with the driver in software, else with the toolkit of this machine.
 ///
 /// # Errors
 ///
-/// If the build fails or is interrupted by `stop`, or if the folder holds something else.
+/// If the build fails or is interrupted by `stop`, or if the folder has other content than a kit.
 pub(super) fn lay(
     root: &Path,
     content: &'static KitContent,
@@ -272,7 +275,7 @@ pub(super) fn lay(
     laid(&built(&said.stdout), content, &commit, root, folder, stop)
 }
 
-/// Reads what cargo says about a build.
+/// Parses cargo's messages about a build.
 fn built(said: &str) -> Built {
     let mut built = Built::default();
     for line in said.lines() {
@@ -309,7 +312,7 @@ fn built(said: &str) -> Built {
     built
 }
 
-/// Lays a kit of what was built.
+/// Writes a kit with the executables in `built`.
 fn laid(
     built: &Built,
     content: &'static KitContent,
@@ -371,8 +374,8 @@ fn laid(
     Kit::read(folder)
 }
 
-/// Returns the full names of the functions in an executable that register tests, without that of
-/// the function itself. Other texts may be in front of a name, without a byte in between.
+/// Returns the full names of the test functions that an executable registers, by their `REGISTERED`
+/// suffix, which is removed. A name may have other text directly in front of it.
 fn registered(executable: &[u8]) -> BTreeSet<String> {
     let is_of_name = |byte: &u8| byte.is_ascii_alphanumeric() || b"_:".contains(byte);
     let mut found = BTreeSet::new();
@@ -396,11 +399,12 @@ fn registered(executable: &[u8]) -> BTreeSet<String> {
     found
 }
 
-/// A registered name that no listed test has.
+/// The error of a registered name that belongs to no listed test.
 #[derive(Debug, Eq, PartialEq)]
 struct UnlistedTest(String);
 
-/// Returns the listed tests that are registered. Fails if one of them is not listed.
+/// Returns the tests in `listed` that are registered. Fails if a registered name belongs to none of
+/// them.
 fn named<'a>(
     listed: &[&'a str],
     registered: &BTreeSet<String>,
@@ -420,7 +424,7 @@ fn named<'a>(
     Ok(names.into_iter().collect())
 }
 
-/// Puts a file, or all files of a folder, into a kit.
+/// Adds a file, or all files of a folder, to a kit.
 fn link_all(from: &Path, to: &Path) -> anyhow::Result<()> {
     if !from.is_dir() {
         return link(from, to);
@@ -433,7 +437,7 @@ fn link_all(from: &Path, to: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Puts a file into a kit: as a hard link, or as a copy on another file system.
+/// Adds a file to a kit: as a hard link, or as a copy on another file system.
 fn link(from: &Path, to: &Path) -> anyhow::Result<()> {
     if fs::hard_link(from, to).is_err() {
         fs::copy(from, to).with_context(|| format!("copying {}", from.display()))?;
@@ -441,11 +445,12 @@ fn link(from: &Path, to: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks what the files of a kit need, packs it beside its folder, and returns how to use it.
+/// Checks the libraries that the kit's files need, packs the kit beside its folder, and returns a
+/// text on its use.
 ///
 /// # Errors
 ///
-/// If a file needs a newer system than such machines have, or if the archive is too large.
+/// If a file needs a newer system than machines with GPUs have, or if the archive is too large.
 pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
     let mut files = vec![PathBuf::from(SOFTWARE)];
     files.extend(kit.content.programs.iter().map(PathBuf::from));
@@ -518,7 +523,8 @@ fn check_needs(kit: &Kit, files: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Packs a kit's files, and the program that unpacks them. The kit is the folder `name` in `above`.
+/// Writes the archive of a kit: its packed files, and the program that unpacks them. The kit is the
+/// folder `name` in `above`.
 fn write_archive(
     kit: &Kit,
     files: &[PathBuf],
@@ -552,7 +558,7 @@ fn write_archive(
     fs::remove_file(&packed).context("removing what is in the archive")
 }
 
-/// Unpacks the rest of a kit into its folder, and removes the archive.
+/// Unpacks the archive of a kit into the kit's folder, and removes the archive.
 fn unpack(packed: &Path, folder: &Path) -> anyhow::Result<()> {
     let mut plain = StreamingDecoder::new(BufReader::new(File::open(packed)?))?;
     let mut tar = Command::new("tar");
@@ -571,8 +577,8 @@ fn unpack(packed: &Path, folder: &Path) -> anyhow::Result<()> {
     Ok(fs::remove_file(packed)?)
 }
 
-/// Returns the first need of a program that is not met everywhere, from the output of `objdump -p
-/// -T`: a library that is not among `more` either, or a symbol of a glibc newer than `newest`.
+/// Returns the first unusual need of a program, from the output of `objdump -p -T`. It is a library
+/// outside of `LIBRARIES` and `more`, or a symbol of a glibc newer than `newest`.
 fn too_new(dump: &str, newest: (u32, u32), more: &[&str]) -> Option<String> {
     dump.lines().find_map(|line| {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -615,7 +621,7 @@ pub(super) mod tests {
             Self(folder)
         }
 
-        /// Makes the folder a kit of nothing but these lines of tests.
+        /// Makes the folder a kit whose manifest has only these lines of tests.
         pub(in crate::gpu) fn kit(&self, tests: &str) -> Kit {
             let text = format!("commit 0123\nkit framework\n{tests}");
             fs::write(self.0.join(MANIFEST), text).unwrap();
@@ -629,7 +635,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Returns a build that has a small file in place of each program.
+    /// Returns a build result that has a small file in place of each program.
     fn fake(folder: &TestFolder) -> Built {
         let small = folder.0.join("small");
         fs::write(&small, "no program").unwrap();
@@ -809,7 +815,7 @@ pub(super) mod tests {
         );
     }
 
-    /// Returns the packages below a folder whose Rust files contain one of `words`.
+    /// Returns the names of the packages below a folder whose Rust files contain one of `words`.
     fn packages_with(words: &[String]) -> BTreeSet<String> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
         let mut found = BTreeSet::new();
@@ -831,7 +837,7 @@ pub(super) mod tests {
         found
     }
 
-    /// Returns the name of the package that has a file.
+    /// Returns the name of the package that contains a file.
     fn package_of(file: &Path) -> String {
         let manifest = file.ancestors().map(|folder| folder.join("Cargo.toml"));
         let manifest = manifest

@@ -28,19 +28,19 @@ use report::StageReport;
 use stages::{GpuStage, STAGES};
 use turn::{StagePlace, StageTurn};
 
-/// Exit status if there is no driver to run on.
+/// Exit status if there is no CUDA driver.
 const NO_DRIVER: u8 = 2;
 
 /// Device files of NVIDIA's drivers: a machine with a driver has at least one of them.
 const DRIVER_FILES: [&str; 3] = ["/dev/nvidiactl", "/dev/dxg", "/dev/nvmap"];
 
-/// A stage that has less time than this is not started.
+/// Remaining time below which no further stage is started.
 const WORTH_A_START: Duration = Duration::from_secs(5);
 
-/// Arguments of the command.
+/// Arguments of `cargo xtask gpu`.
 pub(crate) struct GpuOptions {
     way: GpuCommand,
-    /// The kit to build.
+    /// The definition of the kit to build.
     content: &'static KitContent,
     /// True if the stages run on the driver in software.
     software: bool,
@@ -53,11 +53,11 @@ pub(crate) struct GpuOptions {
 #[derive(Debug, Eq, PartialEq)]
 enum GpuCommand {
     List,
-    /// Builds, and runs them on this machine.
+    /// Builds the stages, and runs them on this machine.
     Here,
     /// Builds a kit in this folder, and packs it.
     Pack(PathBuf),
-    /// Runs them from the kit in this folder.
+    /// Runs the stages from the kit in this folder.
     Prebuilt(PathBuf),
 }
 
@@ -160,7 +160,7 @@ pub(crate) fn gpu(
     }
 }
 
-/// Runs the stages from a kit and prints what they found.
+/// Runs the stages from a kit, and prints their results.
 fn staged(kit: &Kit, options: &GpuOptions, stop: Arc<AtomicBool>) -> anyhow::Result<ExitCode> {
     let begin = Instant::now();
     let end = begin.checked_add(options.limit);

@@ -10,14 +10,14 @@ use anyhow::Context as _;
 use super::stages::GpuStage;
 use super::turn::{SUMMARY, StageFailure, StagePlace, StageTurn};
 
-/// Bytes of output of failed commands and tests in the summary. A caller may see no more than the
+/// Maximum bytes of failed commands' and tests' output in the summary. A caller may see only the
 /// last 12,000 bytes that this program prints.
 const OUTPUT: usize = 8000;
 
-/// The fewest bytes of output that explain a failure.
+/// Minimum bytes of output that are shown of each failure.
 const LEAST: usize = 400;
 
-/// The results so far.
+/// The results of the stages that have run so far.
 pub(super) struct StageReport<'a> {
     place: &'a StagePlace<'a>,
     lines: String,
@@ -25,7 +25,7 @@ pub(super) struct StageReport<'a> {
     passed: usize,
     failed: usize,
     not_run: usize,
-    /// True if something did not run for lack of time.
+    /// True if a stage or test did not run for lack of time.
     is_cut: bool,
 }
 
@@ -42,7 +42,7 @@ impl<'a> StageReport<'a> {
         }
     }
 
-    /// Adds a stage that has had its turn; prints its line, and writes it to the summary's file.
+    /// Adds the result of a stage. Prints the stage's line, and writes it to the summary's file.
     pub(super) fn add(&mut self, stage: &GpuStage, turn: StageTurn<'_>) -> anyhow::Result<()> {
         let took = turn.begin.elapsed().as_secs_f64();
         let (word, count) = match (&turn.not_run, turn.failures.first()) {
@@ -125,7 +125,7 @@ impl<'a> StageReport<'a> {
     }
 }
 
-/// Returns the last bytes of a text, whole lines if possible, with the end of the line.
+/// Returns up to `bytes` bytes from the end of a text, in whole lines if possible.
 fn last(text: &str, bytes: usize) -> &str {
     let mut from = text.len().saturating_sub(bytes);
     while !text.is_char_boundary(from) {

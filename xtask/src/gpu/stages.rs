@@ -7,18 +7,18 @@ use super::kit::{CONTENTS, KitContent};
 use super::tests::{self, Kind};
 use super::turn::StageTurn;
 
-/// A part of the run with a time limit of its own.
+/// A part of the GPU checks with its own time limit.
 pub(super) struct GpuStage {
     pub(super) name: &'static str,
     /// Time limit in seconds.
     pub(super) limit: u64,
-    /// The programs that the stage starts: a kit without them leaves it out.
+    /// The programs that the stage starts. A kit without one of them leaves the stage out.
     pub(super) programs: &'static [&'static str],
     pub(super) run: fn(&mut StageTurn<'_>),
 }
 
-/// All stages. The limits of those of a kit together are at most ten minutes, the longest time that
-/// one command may take on some machines with GPUs.
+/// All stages. The limits of the stages of a kit add up to at most ten minutes, the longest time of
+/// one command on some machines with GPUs.
 pub(super) const STAGES: [GpuStage; 13] = [
     GpuStage {
         name: "facts",
@@ -101,10 +101,10 @@ pub(super) const STAGES: [GpuStage; 13] = [
     },
 ];
 
-/// Exit code of the sanitizer if it has found an error.
+/// Exit code of compute-sanitizer if it has found an error.
 const FOUND: &str = "86";
 
-/// The variable that selects the GPUs that the driver shows.
+/// Environment variable that selects the GPUs that the driver shows.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 /// Returns the stages with their limits as a text for people.
@@ -119,7 +119,7 @@ pub(super) fn list() -> String {
     text
 }
 
-/// Returns the seconds that all stages of a kit may take together.
+/// Returns the sum of the time limits of a kit's stages, in seconds.
 fn limit_of(content: &KitContent) -> u64 {
     let has_all = |stage: &&GpuStage| {
         stage
@@ -130,7 +130,8 @@ fn limit_of(content: &KitContent) -> u64 {
     STAGES.iter().filter(has_all).map(|stage| stage.limit).sum()
 }
 
-/// Shows what may explain a failure. Programs that the machine lacks are no failure.
+/// Prints facts about the machine that may explain a failure. A program that the machine lacks is
+/// not a failure.
 fn facts(turn: &mut StageTurn<'_>) {
     const SCRIPT: &str = "\
         nvidia-smi; nvidia-smi -q -d COMPUTE,PERFORMANCE | head -60
@@ -212,8 +213,9 @@ fn programs(turn: &mut StageTurn<'_>) {
     }
 }
 
-/// Trains on CUDA devices and on CPU devices. The losses must be equal: stages of candle compute on
-/// the host. Those of stages of kernels must be near. Then trains a larger model of kernels.
+/// Trains on CUDA devices and on CPU devices, and compares the losses. With stages of candle, which
+/// compute on the host, they must be equal; with stages of kernels they must be near. Then trains a
+/// larger model with kernels.
 fn gpt(turn: &mut StageTurn<'_>) {
     let sizes = turn.sized(
         "--steps 20 --sample 20",
@@ -356,7 +358,7 @@ fn memcheck(turn: &mut StageTurn<'_>) {
     }
 }
 
-/// Returns the file of a program in `PATH` or in the usual folders of CUDA.
+/// Returns the path of a program in `PATH` or in the usual folders of CUDA.
 fn installed(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let home = std::env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin"));

@@ -13,7 +13,7 @@ use super::turn::{StagePlace, StageTurn, TESTS};
 /// Time limit of one test.
 const EACH: Duration = Duration::from_secs(60);
 
-/// A test that has less time than this is not started.
+/// Remaining time below which no further test is started.
 const WORTH_A_START: Duration = Duration::from_secs(3);
 
 /// The kinds of tests, which run in different stages.
@@ -29,7 +29,7 @@ pub(super) enum Kind {
 /// The result of a test.
 enum Outcome {
     Passed,
-    /// It says so itself.
+    /// The output says that the test was skipped.
     Skipped,
     Failed(String),
     NotRun,
@@ -54,7 +54,8 @@ impl Kind {
     }
 }
 
-/// Runs the tests of a kind, `jobs` at once. Those for the driver in software run only on it.
+/// Runs the tests of a kind, `jobs` at once. Tests that need the driver in software run only with
+/// it.
 pub(super) fn run(turn: &mut StageTurn<'_>, kind: Kind, jobs: usize) {
     let place = turn.place;
     let is_wanted = |test: &&KitTest| match Kind::of(test) {
@@ -110,7 +111,7 @@ pub(super) fn run(turn: &mut StageTurn<'_>, kind: Kind, jobs: usize) {
     turn.is_cut = not_run > 0;
 }
 
-/// Runs one test. Returns its result with the last part of its output.
+/// Runs one test. Returns its result, and the last part of its output.
 fn one(place: &StagePlace<'_>, test: &KitTest, number: usize, until: Instant) -> (Outcome, String) {
     let now = Instant::now();
     if place.is_stopped() || until.saturating_duration_since(now) < WORTH_A_START {

@@ -18,20 +18,21 @@ use crate::candle_cuda::LIBRARIES;
 use crate::commands::shown;
 use crate::program_output;
 
-/// The files for results, all in one folder. A machine with a GPU may hand back only a few.
+/// Names of the result files, which are all in one folder: `LOG`, `FIGURES`, `TESTS` and `SUMMARY`.
+/// A machine with a GPU may hand back only a few files.
 pub(super) const LOG: &str = "log.txt";
 pub(super) const FIGURES: &str = "figures.jsonl";
 pub(super) const TESTS: &str = "tests.txt";
 pub(super) const SUMMARY: &str = "summary.txt";
 
-/// Bytes of one command's output that stay in the log, half of its beginning and half of its end.
+/// Maximum bytes of one command's output in the log: half from its beginning, half from its end.
 const MOST: u64 = 1 << 20;
 
-/// The name of NCCL's library, in every version of CUDA.
+/// File name of NCCL's library, in every version of CUDA.
 const NCCL: &str = "libnccl.so.2";
 
-/// Environment variable by which the processes of a run are found when it has ended. Its value is
-/// different for each run.
+/// Environment variable that marks the processes of a command, so that those that are left can be
+/// found. Each command has its own value.
 const MARK: &str = "XTASK_GPU_RUN";
 
 /// The kit and the folders of a run.
@@ -81,18 +82,18 @@ impl<'a> StagePlace<'a> {
         })
     }
 
-    /// Gives a command the driver in software.
+    /// Sets the environment of a command so that it loads the driver in software.
     pub(super) fn give_software(&self, command: &mut Command) {
         command.env("LD_LIBRARY_PATH", self.scratch.join("cuda"));
         command.env("SOFTCUDA_CACHE", self.kit.folder.join("softcuda-kernels"));
     }
 
-    /// Returns true if a signal has asked for the end of the run.
+    /// True if a signal has requested the end of the run.
     pub(super) fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// Opens a file for results at its end. What is written is there at once.
+    /// Opens a result file for appending. Writes are not buffered.
     pub(super) fn file(&self, name: &str) -> std::io::Result<File> {
         File::options()
             .append(true)
@@ -115,26 +116,26 @@ pub(super) struct StageFailure {
     pub(super) output: String,
 }
 
-/// The turn of a stage.
+/// The run of a stage and its results.
 pub(super) struct StageTurn<'a> {
     pub(super) place: &'a StagePlace<'a>,
     pub(super) begin: Instant,
     pub(super) until: Instant,
     pub(super) failures: Vec<StageFailure>,
-    /// A result in a few words.
+    /// The result in a few words.
     pub(super) detail: String,
-    /// The reason why nothing ran.
+    /// The reason why the stage did not run, if it did not.
     pub(super) not_run: Option<String>,
-    /// True if a part did not run because the time was over.
+    /// True if a part of the stage did not run because the time was over.
     pub(super) is_cut: bool,
 }
 
-/// The end of a command.
+/// The way in which a command ended.
 pub(super) enum CommandEnd {
     Status(ExitStatus),
-    /// It was killed at its time limit, or because the run was interrupted.
+    /// The command was killed at its time limit, or because the run was interrupted.
     Killed,
-    /// It could not be started.
+    /// The command could not be started.
     NotStarted(std::io::Error),
 }
 
@@ -156,18 +157,18 @@ impl<'a> StageTurn<'a> {
         if self.place.software { small } else { large }
     }
 
-    /// Notes that the stage did not run.
+    /// Records that the stage did not run, with the reason.
     pub(super) fn not_run(&mut self, why: &str) {
         self.not_run = Some(why.to_owned());
     }
 
-    /// Notes that the stage did not run because there was no time.
+    /// Records that the stage did not run for lack of time.
     pub(super) fn cut(&mut self, why: &str) {
         self.not_run(why);
         self.is_cut = true;
     }
 
-    /// Notes a failure, with the output that shows it.
+    /// Records a failure, with the output that shows it.
     pub(super) fn failed(&mut self, what: &str, output: &str) {
         self.failures.push(StageFailure {
             what: what.to_owned(),
@@ -199,17 +200,17 @@ impl<'a> StageTurn<'a> {
         self.command(self.place.kit.folder.join("mpmd"), &arguments)
     }
 
-    /// Runs a program of the kit and returns its output. A failure is noted.
+    /// Runs a program of the kit and returns its output. Records a failure.
     pub(super) fn program(&mut self, name: &str, arguments: &[&str]) -> String {
         self.run(self.command(self.place.kit.folder.join(name), arguments))
     }
 
-    /// Runs a command and returns its output, which goes to the log. A failure is noted.
+    /// Runs a command and returns its output, which is also written to the log. Records a failure.
     pub(super) fn run(&mut self, command: Command) -> String {
         self.logged(command, None)
     }
 
-    /// Runs a command whose standard output is figures.
+    /// Runs a command that prints figures, and writes its standard output to `FIGURES`.
     pub(super) fn run_measuring(&mut self, command: Command) {
         let line = shown(&command);
         let figures = self.place.file(FIGURES).and_then(|mut file| {
@@ -251,8 +252,8 @@ impl<'a> StageTurn<'a> {
 }
 
 impl StagePlace<'_> {
-    /// Runs a command in a process group of its own until it ends, at the latest `until`. No
-    /// process that it has started is left then.
+    /// Runs a command in its own process group. Kills it at the time `until`, and all processes
+    /// that it has left behind in any case.
     pub(super) fn ended(&self, command: &mut Command, until: Instant) -> CommandEnd {
         static RUNS: AtomicU64 = AtomicU64::new(0);
         let mark = format!(
@@ -289,7 +290,7 @@ impl StagePlace<'_> {
 }
 
 impl CommandEnd {
-    /// Returns how the command failed, in a few words; `None` if it did not.
+    /// Returns a description of the command's failure. `None` if it succeeded.
     pub(super) fn failure(&self) -> Option<String> {
         match self {
             Self::Status(status) if status.success() => None,
@@ -300,8 +301,8 @@ impl CommandEnd {
     }
 }
 
-/// Cuts a command's output in the log, from `start`, to its first and last part. Adds how long the
-/// command took, and returns what is left.
+/// Shortens a command's output in the log, which begins at `start`, to its first and last part.
+/// Appends the time that the command took, and returns the shortened output.
 fn shortened(mut log: File, start: u64, took: Duration) -> std::io::Result<String> {
     let length = log.metadata()?.len() - start;
     if length > MOST {
@@ -319,7 +320,8 @@ fn shortened(mut log: File, start: u64, took: Duration) -> std::io::Result<Strin
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
-/// Kills what a command has left behind: the processes of its group and all with its mark.
+/// Kills the processes that a command has left behind: all of its process group, and all with the
+/// value `mark` of `MARK`.
 fn sweep(child: &Child, mark: &str) {
     if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
         // Most groups are empty.
@@ -339,7 +341,8 @@ fn sweep(child: &Child, mark: &str) {
     }
 }
 
-/// Returns the processes whose environment holds these bytes. Those that have ended have none.
+/// Returns the processes whose environment contains `wanted`. Processes that have ended do not
+/// count.
 fn marked(wanted: &[u8]) -> Vec<Pid> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());

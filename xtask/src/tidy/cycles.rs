@@ -10,13 +10,13 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use super::outline::ModuleScope;
 use super::source::SourceFile;
 
-/// The sources of core, the crate with sub-folders that are checked as well.
+/// Folder of the sources of `mpmd-core`, the crate whose sub-folders are checked as well.
 const CORE: &str = "mpmd-core/src/";
 
-/// The largest number of files that may import each other.
+/// Maximum number of files that may import each other.
 const MOST_FILES: usize = 3;
 
-/// Names from the root of a crate down to a module.
+/// The names of the modules from a crate's root down to a module.
 type ModulePath = Vec<String>;
 
 /// The modules of a crate that are compiled without `cfg(test)`.
@@ -26,22 +26,22 @@ pub(crate) struct Crate<'a> {
     modules: BTreeMap<ModulePath, &'a ModuleScope>,
 }
 
-/// A file of a crate, and the module that it holds.
+/// A source file of a crate, and the path of its module.
 struct ModuleFile<'a> {
     module: ModulePath,
     source: &'a SourceFile,
 }
 
-/// The end of a path: a module, or the module that defines an item.
+/// The target of a path in the code: a module, or the module that defines the named item.
 enum ResolvedPath {
     Module(ModulePath),
     Item(ModulePath),
 }
 
-/// For each importing node the nodes that it imports, each with a line of code that does it.
+/// For each importing node, the nodes that it imports, each with a line of code that imports it.
 type ImportGraph = BTreeMap<String, BTreeMap<String, String>>;
 
-/// Finds all libraries and programs among the sources. Test targets are none.
+/// Finds all crates that are libraries or programs. Test targets are left out.
 pub(crate) fn crates(sources: &[SourceFile]) -> Vec<Crate<'_>> {
     let by_path: BTreeMap<&str, &SourceFile> = sources
         .iter()
@@ -64,7 +64,7 @@ pub(crate) fn crates(sources: &[SourceFile]) -> Vec<Crate<'_>> {
     roots.map(|root| Crate::new(root, &by_path)).collect()
 }
 
-/// Returns a description of one shortest import cycle per group of modules, or of more than
+/// Returns a description of one shortest import cycle for each group of modules, or of more than
 /// [`MOST_FILES`] files, that import each other.
 pub(crate) fn check(crates: &[Crate<'_>]) -> Vec<String> {
     let mut findings = Vec::new();
@@ -143,9 +143,9 @@ impl<'a> Crate<'a> {
         self.files.iter().map(|file| file.source.path.as_str())
     }
 
-    /// Returns the imports between the nodes that modules belong to. `node` gives the node of a
-    /// module as a path with `/`, or `None` for modules to leave out. Imports from the node itself
-    /// and from those around it are left out.
+    /// Returns the import graph of the crate's modules, grouped into nodes. `node` returns the node
+    /// of a module as a path with `/`, or `None` to leave the module out. A node's imports from
+    /// itself and from its parents are left out.
     fn graph(&self, node: impl Fn(&[String]) -> Option<String>) -> ImportGraph {
         let mut graph = ImportGraph::new();
         for ModuleFile { module, source } in &self.files {
@@ -184,9 +184,9 @@ impl<'a> Crate<'a> {
         graph
     }
 
-    /// Returns the module or item that a path in module `from` leads to; `None` if that lies in
-    /// another crate. An unknown name in a known module counts as an item of that module. Names in
-    /// `seen` are not followed again.
+    /// Returns the module or item that a path in module `from` leads to. `None` if it is in another
+    /// crate. An unknown name in a known module counts as an item of that module. Names in `seen`
+    /// are not followed again.
     fn resolve(
         &self,
         from: &[String],
@@ -210,8 +210,8 @@ impl<'a> Crate<'a> {
         Some(ResolvedPath::Module(module))
     }
 
-    /// Returns the module or item that `name` stands for in `module`, or `None` if it is unknown or
-    /// in `seen`. An import from another crate counts as an item of `module`.
+    /// Returns the module or item that `name` stands for in `module`. `None` if `name` is unknown
+    /// or in `seen`. An import from another crate counts as an item of `module`.
     fn look_up(
         &self,
         module: &[String],
@@ -301,7 +301,7 @@ fn cycles(graph: &ImportGraph, root: &str, kind: &str, most: usize) -> Vec<Strin
     findings
 }
 
-/// Returns a shortest path from `from` to each node that it reaches, over at least one edge. Both
+/// Returns a shortest path from `from` to each node that it can reach over at least one edge. Both
 /// ends are part of the path.
 fn shortest_paths<'a>(graph: &'a ImportGraph, from: &'a str) -> BTreeMap<&'a str, Vec<&'a str>> {
     let mut paths: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
@@ -324,7 +324,7 @@ fn shortest_paths<'a>(graph: &'a ImportGraph, from: &'a str) -> BTreeMap<&'a str
 mod tests {
     use super::*;
 
-    /// Returns the findings on a crate with these files below `mpmd-core/src/`.
+    /// Returns the findings for a crate with these files below `mpmd-core/src/`.
     fn found(files: &[(&str, &str)]) -> Vec<String> {
         let sources: Vec<SourceFile> = files
             .iter()

@@ -6,17 +6,17 @@ use std::collections::BTreeSet;
 use super::ARCHITECTURE;
 use super::source::{SourceFile, line_of};
 
-/// The mark of an invariant: `**Invariant** *name*`. A test's name in backticks follows before the
-/// paragraph ends.
+/// The mark of an invariant in `ARCHITECTURE.md`: `**Invariant** *name*`. Its paragraph has a
+/// test's name in backticks.
 const INVARIANT: &str = "**Invariant**";
 
-/// The comment in the code that keeps an invariant. Its name follows.
+/// The mark of code that keeps an invariant. The invariant's name follows.
 const KEPT: &str = "// invariant: ";
 
-/// An invariant as the architecture has it.
+/// An invariant in the text of `ARCHITECTURE.md`.
 struct NamedInvariant<'a> {
     line: usize,
-    /// `None` if no name follows the mark.
+    /// The invariant's name. `None` if no name follows the mark.
     name: Option<&'a str>,
     paragraph: &'a str,
 }
@@ -37,7 +37,7 @@ fn named(architecture: &str) -> impl Iterator<Item = NamedInvariant<'_>> {
     })
 }
 
-/// Checks that every invariant of the architecture names at least one test that exists. Returns a
+/// Checks that every invariant in `architecture` names at least one test in `tests`. Returns a
 /// message for each that does not.
 pub(super) fn have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<String> {
     let mut findings = Vec::new();
@@ -62,8 +62,8 @@ pub(super) fn have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
     findings
 }
 
-/// Checks that code says of every invariant that it keeps it, and of none that does not exist.
-/// Returns a message for each that differs.
+/// Checks that the sources have a mark for every invariant in `architecture`, and for no other
+/// name. Returns a message for each difference.
 pub(super) fn are_kept<'a>(
     architecture: &str,
     sources: impl Iterator<Item = &'a SourceFile>,

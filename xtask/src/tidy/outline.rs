@@ -5,25 +5,25 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::source::SourceToken;
 
-/// The modules, names and paths of a file.
+/// The modules, imports and paths of a source file.
 #[derive(Debug, Default)]
 pub(crate) struct Outline {
-    /// The inline modules by their path in the file. The file itself has the empty path.
+    /// The inline modules, by their path in the file. The file's own module has the empty path.
     pub(crate) scopes: BTreeMap<Vec<String>, ModuleScope>,
-    /// The modules with files of their own (`mod name;`): the path of the parent, and the name.
+    /// The modules with their own files (`mod name;`), as (path of the parent, name).
     pub(crate) declared: Vec<(Vec<String>, String)>,
-    /// All paths of two and more segments, and all leaves of imports.
+    /// All paths with at least two segments, and all leaves of import trees.
     pub(crate) paths: Vec<PathUse>,
 }
 
-/// The names of a module.
+/// The names that are defined in a module.
 #[derive(Debug, Default)]
 pub(crate) struct ModuleScope {
     /// Items that are defined in the module.
     pub(crate) names: BTreeSet<String>,
-    /// Imports by the name that they have in the module.
+    /// Imports, by their name in the module. The value is the imported path.
     pub(crate) imports: BTreeMap<String, Vec<String>>,
-    /// Paths of imports `path::*`, without the star.
+    /// Paths of imports of the form `path::*`, without the star.
     pub(crate) globs: Vec<Vec<String>>,
 }
 
@@ -32,11 +32,11 @@ pub(crate) struct ModuleScope {
 pub(crate) struct PathUse {
     /// The inline module that contains the path.
     pub(crate) scope: Vec<String>,
-    /// For an import of everything the last segment is `*`.
+    /// The names in the path. In an import of everything the last one is `*`.
     pub(crate) segments: Vec<String>,
     /// Line number, from one.
     pub(crate) line: usize,
-    /// The name that an import gets; `None` for imports of everything and for other paths.
+    /// The name that an import defines. `None` for imports of everything and for other paths.
     pub(crate) alias: Option<String>,
 }
 
@@ -135,8 +135,8 @@ impl Outline {
         self.scopes.entry(path.to_vec()).or_default()
     }
 
-    /// Appends the leaves of the tree of imports that begins at `at` to `paths`, and moves `at`
-    /// behind the tree.
+    /// Appends the leaves of the import tree that begins at `at` to `paths`, and moves `at` behind
+    /// the tree.
     fn import(
         &mut self,
         tokens: &[SourceToken],
@@ -186,7 +186,7 @@ impl Outline {
         }
     }
 
-    /// Adds the imports from path `first` on to the names of the modules that contain them.
+    /// Adds the imports in `paths` from index `first` on to the modules that contain them.
     fn name_imports(&mut self, first: usize) {
         for path in &self.paths[first..] {
             let scope = self.scopes.entry(path.scope.clone()).or_default();
@@ -205,7 +205,7 @@ fn is_word(text: &str) -> bool {
     text.starts_with(|c: char| c.is_alphabetic() || c == '_')
 }
 
-/// Returns true if `texts` begins with an attribute that hides its item from all builds but tests.
+/// True if `texts` begins with an attribute that hides an item from all builds except tests.
 fn is_for_tests(texts: &[&str]) -> bool {
     let attribute = match texts {
         ["#", "!", rest @ ..] | ["#", rest @ ..] => rest,
@@ -233,7 +233,7 @@ fn opening(text: &str) -> isize {
     }
 }
 
-/// Returns the index behind the group in delimiters that begins at `at`.
+/// Returns the index behind the matching end of the bracket at `at`.
 fn end_of_group(texts: &[&str], at: usize) -> usize {
     let mut depth = 0;
     for (i, text) in texts.iter().enumerate().skip(at) {
@@ -295,7 +295,7 @@ fn end_of_tests(texts: &[&str], mut at: usize) -> usize {
     at
 }
 
-/// The token that ends some code, besides a semicolon.
+/// The token that ends an item, in addition to a semicolon.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum ItemEnd {
     Semicolon,

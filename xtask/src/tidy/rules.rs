@@ -9,14 +9,14 @@ use super::source::SourceFile;
 pub(crate) struct TidyFinding {
     /// Line number, from one.
     pub(crate) line: usize,
-    /// The problem, for people.
+    /// A description of the problem for people.
     pub(crate) message: String,
 }
 
-/// A check of one file.
+/// A check of one file, which returns the lines that break the rule.
 type TidyRule = fn(&SourceFile) -> Vec<TidyFinding>;
 
-/// The rules on all files.
+/// The rules for all files.
 pub(crate) const RULES: &[TidyRule] = &[
     rust_can_be_read,
     lines_are_short,
@@ -26,7 +26,7 @@ pub(crate) const RULES: &[TidyRule] = &[
     examples_use_mpmd_alone,
 ];
 
-/// The rules on files of libraries and programs. Unit tests in them are exempt.
+/// The rules for files of libraries and programs. Unit tests in these files are exempt.
 pub(crate) const PRODUCTION_RULES: &[TidyRule] = &[
     one_way_in,
     one_face_of_devices,
@@ -39,14 +39,15 @@ pub(crate) const PRODUCTION_RULES: &[TidyRule] = &[
 const MOST_LINES: usize = 1000;
 const MOST_COLUMNS: usize = 100;
 
-/// The modules that may use a transport: execution, and the program that connects it.
+/// Folders of the code that may use a transport: execution, and the part of a program that connects
+/// it.
 const TRANSPORT_USERS: &[&str] = &[
     "mpmd-transport",
     "mpmd-core/src/exec",
     "mpmd-core/src/api/program",
 ];
 
-/// The names through which a transport is used.
+/// Paths of the types and modules through which code uses a transport.
 const TRANSPORTS: &[&str] = &[
     "mpmd_transport::Transport",
     "mpmd_transport::transport::Transport",
@@ -56,29 +57,29 @@ const TRANSPORTS: &[&str] = &[
     "mpmd_transport::tcp",
 ];
 
-/// Execution, which uses devices by `mpmd_device::accelerator`.
+/// Folder of execution, which may use devices only through `mpmd_device::accelerator`.
 const DEVICE_USERS: &[&str] = &["mpmd-core/src/exec"];
 
-/// The folders of the programs that a user would write.
+/// Folders of example programs, as a user would write them.
 const EXAMPLES: &[&str] = &["mpmd-examples/", "mpmd/examples/"];
 
-/// The crates that such a program depends on.
+/// The crates that example programs may depend on.
 const OF_EXAMPLES: &[&str] = &["anyhow", "clap", "mpmd"];
 
-/// Crates that `mpmd` itself depends on, and that its folder of examples could name too.
+/// Crates that `mpmd` itself depends on, so that its examples could name them, but may not.
 const NOT_OF_EXAMPLES: &[&str] = &["candle_core", "candle_nn", "serde_json", "tokio"];
 
-/// The names of kinds of devices.
+/// Paths that name a kind of device.
 const DEVICE_KINDS: &[&str] = &[
     "mpmd_device::cuda",
     "mpmd_layout::topology::DeviceKind::Cuda",
     "DeviceKind::Cuda",
 ];
 
-/// The crates that compute from their inputs alone.
+/// Folders of the crates whose results depend on their inputs alone.
 const PLANNERS: &[&str] = &["crates/mpmd-layout/src", "crates/mpmd-schedule/src"];
 
-/// The clock, I/O, threads, and other processes.
+/// Paths of clocks, I/O, threads and processes.
 const IMPURE: &[&str] = &[
     "std::time",
     "std::thread",
@@ -89,7 +90,8 @@ const IMPURE: &[&str] = &[
     "mpmd_transport",
 ];
 
-/// The places that block through `mpmd_base::block` only, so that a simulation can replace it.
+/// Folders of the code that may block only through `mpmd_base::block`, so that a simulation can
+/// control it.
 const SIMULATED: &[&str] = &[
     "mpmd-core/src",
     "crates/mpmd-device/src",
@@ -98,7 +100,7 @@ const SIMULATED: &[&str] = &[
     "crates/mpmd-rendezvous/src/job",
 ];
 
-/// Threads, locks, condition variables, channels and clocks.
+/// Paths of threads, locks, condition variables, channels and clocks.
 const BLOCKING: &[&str] = &[
     "mpmd_base::block::Instant::now",
     "mpmd_base::block::SystemTime::now",
@@ -125,7 +127,7 @@ const BLOCKING: &[&str] = &[
     "std::time::SystemTime",
 ];
 
-/// Finds Rust files with wrong tokens, which no other rule can check.
+/// Finds Rust files that cannot be split into tokens. No other rule can check these.
 fn rust_can_be_read(source: &SourceFile) -> Vec<TidyFinding> {
     let found = source.error.iter();
     found
@@ -181,9 +183,9 @@ fn text_is_clean(source: &SourceFile) -> Vec<TidyFinding> {
     findings
 }
 
-/// Finds crates that the map of the architecture does not list, and dependencies on crates that do
-/// not stand below the crate in it. So invariant *transport-knows-bytes* holds: the transport
-/// stands below the crates that know arrays, meshes and shapes. Dependencies of tests are exempt.
+/// Finds crates that are missing in the map of `ARCHITECTURE.md`, and dependencies on crates that
+/// are not below their user in the map. This keeps invariant *transport-knows-bytes*: the transport
+/// is below the crates that know arrays, meshes and shapes. Dependencies of tests are exempt.
 pub(crate) fn crates_are_below(source: &SourceFile, map: &[&str]) -> Vec<TidyFinding> {
     let row = |name: &str| map.iter().position(|row| *row == name);
 
@@ -210,17 +212,17 @@ pub(crate) fn crates_are_below(source: &SourceFile, map: &[&str]) -> Vec<TidyFin
         .collect()
 }
 
-/// Returns the package that a folder of the repository has, if it has one.
+/// Returns the name of the package in a folder of the repository.
 fn package_in(folder: &str) -> &str {
     folder.strip_prefix("crates/").unwrap_or(folder)
 }
 
-/// True for a crate of the framework itself: not for tests and tools.
+/// True for a crate of the framework itself, false for tests and tools.
 fn is_ours(name: &str) -> bool {
     name == "mpmd" || name.starts_with("mpmd-") && !name.contains('/')
 }
 
-/// Returns the crates in the map of the architecture, from the highest.
+/// Returns the crates in the map of `ARCHITECTURE.md`, from top to bottom.
 pub(crate) fn map(architecture: &str) -> Vec<&str> {
     let rows = architecture
         .lines()
@@ -231,12 +233,12 @@ pub(crate) fn map(architecture: &str) -> Vec<&str> {
     map
 }
 
-/// True for the sources of crates that users depend on or run.
+/// True for sources of crates that users depend on or run.
 fn is_of_users(source: &SourceFile) -> bool {
     source.path.starts_with("mpmd") || source.path.starts_with("crates/")
 }
 
-/// Finds uses of bincode outside its one module. It encodes control messages only.
+/// Finds uses of bincode outside of the one module that encodes control messages with it.
 fn bincode_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
     if source.path == "crates/mpmd-proto/src/control.rs" {
         return Vec::new();
@@ -248,8 +250,8 @@ fn bincode_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
         .collect()
 }
 
-/// Finds dependencies of the example programs, and paths in them, that a user would not have: all
-/// but `mpmd`, `clap` and `anyhow`. Dependencies of tests are exempt.
+/// Finds dependencies and paths in the example programs that name other crates than `mpmd`, `clap`
+/// and `anyhow`. Dependencies of tests are exempt.
 fn examples_use_mpmd_alone(source: &SourceFile) -> Vec<TidyFinding> {
     let is_example = EXAMPLES.iter().any(|place| source.path.starts_with(place));
     if !is_example || source.path.contains("/tests/") {
@@ -281,7 +283,7 @@ fn examples_use_mpmd_alone(source: &SourceFile) -> Vec<TidyFinding> {
         .collect()
 }
 
-/// Returns the line number and the name of each dependency in a manifest, but for those of tests.
+/// Returns (line number, name) of each dependency in a manifest, except those of tests.
 fn dependencies(manifest: &str) -> Vec<(usize, &str)> {
     let mut named = Vec::new();
     let mut section = "";
@@ -306,8 +308,8 @@ fn dependencies(manifest: &str) -> Vec<(usize, &str)> {
     named
 }
 
-/// Finds uses of a transport outside core's execution and the program that sets it up (invariant
-/// *one-way-in*).
+/// Finds uses of a transport outside of core's execution and of the code that connects it
+/// (invariant *one-way-in*).
 fn one_way_in(source: &SourceFile) -> Vec<TidyFinding> {
     if is_in(source, TRANSPORT_USERS) || !is_of_users(source) {
         return Vec::new();
@@ -323,7 +325,7 @@ fn one_way_in(source: &SourceFile) -> Vec<TidyFinding> {
         .collect()
 }
 
-/// Finds names of a kind of device in execution (invariant *one-face*).
+/// Finds names of device kinds in the code of execution (invariant *one-face*).
 fn one_face_of_devices(source: &SourceFile) -> Vec<TidyFinding> {
     if !is_in(source, DEVICE_USERS) {
         return Vec::new();
@@ -339,7 +341,8 @@ fn one_face_of_devices(source: &SourceFile) -> Vec<TidyFinding> {
         .collect()
 }
 
-/// Finds names of clocks, I/O and threads in code that makes plans (invariant *planners-are-pure*).
+/// Finds names of clocks, I/O and threads in the crates that make plans (invariant
+/// *planners-are-pure*).
 fn planners_are_pure(source: &SourceFile) -> Vec<TidyFinding> {
     if !is_in(source, PLANNERS) {
         return Vec::new();
@@ -370,8 +373,8 @@ fn blocking_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
     named.chain(elapsed).collect()
 }
 
-/// Finds sums of the current time and a variable in the crates of users, which panic if that is
-/// `Duration::MAX`. Sums with constants are exempt.
+/// Finds sums of the current time and a variable in the crates of users. Such a sum panics if the
+/// variable is `Duration::MAX`. Sums with constants are exempt.
 fn deadlines_have_a_limit(source: &SourceFile) -> Vec<TidyFinding> {
     if !is_of_users(source) {
         return Vec::new();
@@ -403,7 +406,7 @@ fn deadlines_have_a_limit(source: &SourceFile) -> Vec<TidyFinding> {
         .collect()
 }
 
-/// Finds programs whose arguments lack `--version`.
+/// Finds programs that lack the option `--version`.
 fn version_is_told(source: &SourceFile) -> Vec<TidyFinding> {
     if !source.path.contains("/src/bin/") && !source.path.ends_with("/src/main.rs") {
         return Vec::new();
@@ -422,15 +425,14 @@ fn is_in(source: &SourceFile, places: &[&str]) -> bool {
     places.iter().any(|place| source.is_in_module(place))
 }
 
-/// A path in a source that leads to a place.
+/// A path in a source file that leads to one of the searched paths.
 struct NamedPath {
     line: usize,
     path: String,
 }
 
-/// Returns the paths of the code that lead to one of `places` or to something in
-/// it. Names that an import of a module gave are followed. An import of everything around a place
-/// counts.
+/// Returns the paths in the code that lead to one of `places`, or to something inside it. Follows
+/// the names that imports define. An import of everything from a parent of a place counts.
 fn names_of(source: &SourceFile, places: &[&str]) -> Vec<NamedPath> {
     let leads_there = |path: &str| {
         places.iter().any(|place| {
@@ -483,7 +485,7 @@ fn finding(line: usize, message: impl Into<String>) -> TidyFinding {
 mod tests {
     use super::*;
 
-    /// Returns the lines of `text`, at `path`, that break `rule`.
+    /// Returns the numbers of the lines that break `rule` in a file with this path and text.
     fn broken(rule: TidyRule, path: &str, text: &str) -> Vec<usize> {
         rule(&SourceFile::new(path, text))
             .into_iter()

@@ -10,22 +10,23 @@ use super::outline::Outline;
 pub(crate) struct SourceFile {
     /// Path relative to the repository, with `/` between folders.
     pub(crate) path: String,
-    /// The whole text.
+    /// The content of the file.
     pub(crate) text: String,
-    /// The tokens of a Rust file. Empty for other files, and if the file cannot be read as Rust.
+    /// The tokens of a Rust file. Empty for other files, and for a file that cannot be split into
+    /// Rust tokens.
     pub(crate) tokens: Vec<SourceToken>,
     /// The modules, names and paths of a Rust file without its unit tests.
     pub(crate) outline: Outline,
-    /// The numbers of all lines that a raw string touches.
+    /// The numbers of all lines that contain a part of a raw string.
     pub(crate) raw_lines: BTreeSet<usize>,
-    /// The line where the file stops being Rust, and the reason.
+    /// The line at which the file stops being valid Rust, and the reason.
     pub(crate) error: Option<(usize, String)>,
 }
 
-/// A token of Rust. Comments are none; documentation has the form of an attribute.
+/// A token of Rust. Comments are left out; a doc comment has the form of an attribute.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct SourceToken {
-    /// The token as written; `::` is one token. Empty for a literal.
+    /// The token's text; `::` is one token. Empty for a literal.
     pub(crate) text: String,
     /// Line number, from one.
     pub(crate) line: usize,
@@ -56,7 +57,7 @@ impl SourceFile {
         self.path.ends_with(".rs")
     }
 
-    /// Returns true if the file is `module` (a path without `.rs`), or lies in its folder.
+    /// True if the file is `module` (a path without `.rs`), or is in the folder of that name.
     pub(crate) fn is_in_module(&self, module: &str) -> bool {
         self.path
             .strip_prefix(module)

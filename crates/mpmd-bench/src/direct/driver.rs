@@ -10,14 +10,14 @@ use mpmd_device::cuda::direct::{
 
 use super::Way;
 
-/// The driver's first GPU. A job's first process has the same.
+/// Ordinal of the driver's first GPU. The first process of a job uses the same GPU.
 const FIRST: u32 = 0;
 
-/// The unit in which drivers give memory. Smaller blocks may share a unit with other memory, and
-/// another process opens a unit as a whole.
+/// Granularity of device memory in bytes. Smaller blocks may share a unit with other memory, and
+/// another process can open only whole units.
 const UNIT: usize = 2 << 20;
 
-/// Copies on the first GPU.
+/// Two buffers for timed copies on the first GPU.
 pub(crate) struct Copies {
     direct: Direct,
     from: DirectMemory,
@@ -48,7 +48,7 @@ impl Copies {
         })
     }
 
-    /// Returns the mean time of `rounds` copies, until the last has ended.
+    /// Returns the mean time of one of `rounds` copies, including the wait for the last copy.
     pub(crate) fn time(&self, rounds: usize) -> Result<Duration> {
         let start = Instant::now();
         for _ in 0..rounds {
@@ -59,7 +59,7 @@ impl Copies {
     }
 }
 
-/// Launches of a function of two pointers on the first GPU.
+/// A function of two pointers for timed launches on the first GPU.
 pub(crate) struct Launches {
     direct: Direct,
     function: DirectFunction,
@@ -80,7 +80,8 @@ impl Launches {
         })
     }
 
-    /// Returns the mean time to issue one of `rounds` launches. Then waits for the device.
+    /// Returns the mean time to issue one of `rounds` launches. Then waits for the device, outside
+    /// of the measured time.
     pub(crate) fn time(&self, rounds: usize) -> Result<Duration> {
         let start = Instant::now();
         for _ in 0..rounds {
@@ -92,7 +93,8 @@ impl Launches {
     }
 }
 
-/// Memory and an event that this process shows to another, and the other's.
+/// GPU memory and an event that two processes share by CUDA IPC: this process's own, and the other
+/// process's.
 pub(crate) struct Exchange {
     direct: Direct,
     own: (DirectMemory, DirectEvent),
@@ -118,7 +120,8 @@ impl Exchange {
         })
     }
 
-    /// Returns the handles, for the other process's [`open`](Self::open).
+    /// Returns the IPC handles of this process's memory and event, for the other process's
+    /// [`open`](Self::open).
     pub(crate) fn words(&self) -> Result<Vec<u8>> {
         Ok([self.own.0.handle()?, self.own.1.handle()?].concat())
     }
@@ -132,13 +135,13 @@ impl Exchange {
         Ok(())
     }
 
-    /// Records this process's event.
+    /// Records this process's event on the GPU.
     pub(crate) fn give(&self) -> Result<()> {
         Ok(self.own.1.record()?)
     }
 
-    /// Waits on the device for the other's event, copies its memory if `copies`, and waits on the
-    /// host until that is done. Does nothing before [`open`](Self::open).
+    /// Makes the device wait for the other process's event, and copy its memory if `copies` is
+    /// true. Then blocks until the device is done. Does nothing before [`open`](Self::open).
     pub(crate) fn take(&self, copies: bool) -> Result<()> {
         let Some((memory, event)) = &self.other else {
             return Ok(());

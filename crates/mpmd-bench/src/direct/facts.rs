@@ -11,14 +11,15 @@ use super::peer::{Peer, Request, us, word};
 use crate::case::quantile;
 use crate::job::now;
 
-/// Copies before an event that another process waits for.
+/// Number of copies before an event, for a measurement in which another process waits for the
+/// event.
 const COPIES: usize = 8;
 
-/// The sizes of memory that is shown to the other process: smaller and larger than the 2 MiB in
-/// which drivers give memory.
+/// Sizes in bytes of the memory that the other process opens: smaller and larger than the drivers'
+/// unit of 2 MiB.
 const SHOWN: [usize; 6] = [1, 640 << 10, 1 << 20, 2 << 20, 4 << 20, 256 << 20];
 
-/// Prints all facts, creating at most `events` interprocess events.
+/// Prints all facts of the CUDA driver. Creates at most `events` interprocess events.
 ///
 /// # Errors
 ///
@@ -80,7 +81,7 @@ pub(super) fn print(json: bool, events: usize) -> Result<()> {
     Ok(())
 }
 
-/// Describes times in microseconds.
+/// Returns the median, and the 10th and 90th percentiles, of times in microseconds.
 fn spread(times: &[f64]) -> Value {
     let [p10, median, p90] = [0.1, 0.5, 0.9].map(|share| quantile(times, share));
     json!({ "p10": p10, "median": median, "p90": p90 })
@@ -99,7 +100,8 @@ fn device_copy(direct: &Direct, bytes: usize) -> Result<Value> {
     Ok(json!({ "bytes": bytes, "us": spread(&times), "read_and_written_gb_per_s": rate }))
 }
 
-/// Returns the microseconds to issue `rounds` whole copies, and until all have ended.
+/// Copies all of `from` to `to`, `rounds` times. Returns the microseconds until the copies were
+/// issued, and until they were done.
 fn copies(
     direct: &Direct,
     from: &DirectMemory,

@@ -16,8 +16,8 @@ pub(crate) use probe::{ProbeArgs, probe};
 use crate::case::Case;
 use crate::options::Size;
 
-/// The number of bytes that the copies of one sample have together, within their limits in number.
-/// Large, so that reading the clock costs next to nothing.
+/// Bytes that all copies of one sample move together, within the limits on their number. Large, so
+/// that reading the clock costs next to nothing.
 const SAMPLE_BYTES: usize = 1 << 30;
 
 /// The largest number of copies in one sample.
@@ -34,8 +34,8 @@ pub(crate) enum Way {
     Out,
 }
 
-/// Returns the mean time of a copy of `bytes` bytes on the first GPU in each of `repeats` samples.
-/// Fails without CUDA.
+/// Returns `repeats` samples of the mean time of one copy of `bytes` bytes on the first GPU. Fails
+/// without CUDA.
 pub(crate) fn copies(way: Way, bytes: usize, repeats: usize) -> Result<Vec<Duration>> {
     let rounds = (SAMPLE_BYTES / bytes).clamp(1, MOST_COPIES);
     let copies = Copies::new(way, bytes)?;
@@ -43,7 +43,8 @@ pub(crate) fn copies(way: Way, bytes: usize, repeats: usize) -> Result<Vec<Durat
     (0..=repeats).map(|_| copies.time(rounds)).skip(1).collect()
 }
 
-/// Returns the case of copies of `bytes` bytes, given the time of each.
+/// Returns the bandwidth case of copies of `bytes` bytes. `times` has the mean time of a copy in
+/// each sample.
 pub(crate) fn case(way: Way, bytes: usize, times: Vec<Duration>) -> Case {
     let name = match way {
         Way::OnDevice => "device copy",

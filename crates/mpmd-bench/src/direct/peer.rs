@@ -14,33 +14,34 @@ use serde_json::{Value, json};
 
 use crate::job::now;
 
-/// The time within which the other process answers. It may hang in the driver.
+/// Time limit for an answer of the other process, which may hang in the driver.
 const WITHIN: Duration = Duration::from_secs(20);
 
-/// A request to the other process.
+/// A request to the other process of the probe.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum Request {
-    /// Opens the memory of this handle, with this number of bytes.
+    /// Opens memory by its IPC handle. The second field is the number of bytes.
     Memory(Vec<u8>, usize),
     /// Closes the memory that was opened first.
     CloseFirst,
     CloseAll,
-    /// Opens an event.
+    /// Opens an event by its IPC handle.
     Event(Vec<u8>),
-    /// Waits on the device for the event that was opened last, and on the host for work behind it.
+    /// Makes the device wait for the event that was opened last, and waits on the host for work
+    /// queued behind it.
     Wait,
-    /// Opens handles that nobody has shown.
+    /// Opens invalid IPC handles.
     Garbage,
 }
 
-/// The other process, seen from the first one. Killed when dropped.
+/// The other process of the probe, seen from the first one. Killed when dropped.
 pub(super) struct Peer {
     child: Child,
     answers: Receiver<String>,
 }
 
 impl Peer {
-    /// Starts this program again.
+    /// Starts this program again as the other process.
     pub(super) fn start() -> Result<Self> {
         let mut child = Command::new(std::env::current_exe()?)
             .args(["bench", "probe", "--device", "cuda", "--peer"])
@@ -64,7 +65,7 @@ impl Peer {
         self.answer()
     }
 
-    /// Sends a request and does not wait for the [`answer`](Self::answer).
+    /// Sends a request, and does not wait for its [`answer`](Self::answer).
     pub(super) fn tell(&mut self, request: &Request) -> Result<()> {
         let input = self
             .child
@@ -96,7 +97,7 @@ impl Drop for Peer {
     }
 }
 
-/// Describes a result as "ok", or by the driver's name of the error.
+/// Returns "ok" for a success, or the driver's name of the error.
 pub(super) fn word<T>(result: &Result<T, CudaError>) -> String {
     match result {
         Ok(_) => "ok".to_owned(),
@@ -105,7 +106,7 @@ pub(super) fn word<T>(result: &Result<T, CudaError>) -> String {
     }
 }
 
-/// Answers requests from standard input until it ends.
+/// Answers the requests on standard input until its end.
 pub(super) fn serve() -> Result<()> {
     let direct = Direct::open(0)?;
     let small = direct.allocate(64)?;
@@ -164,7 +165,8 @@ fn open(
     Ok(answer)
 }
 
-/// Waits on the device for `event`, works there, and waits for that. Returns the moment of its end.
+/// Makes the device wait for `event`, queues a fill of memory, and waits for the device. Returns
+/// the results and times as JSON.
 fn wait(direct: &Direct, small: &DirectMemory, event: Option<&DirectEvent>) -> Value {
     let start = Instant::now();
     let issued = event.map_or(Ok(()), |event| direct.come_after(event));

@@ -21,8 +21,8 @@ pub(crate) struct ProbeArgs {
     peer: bool,
 }
 
-/// Prints the facts of the CUDA driver one by one. A fact that cannot be found out has the error
-/// instead.
+/// Prints the facts of the CUDA driver one by one. If a fact cannot be found out, prints the error
+/// in place of the fact.
 pub(crate) fn probe(args: &ProbeArgs) -> Result<()> {
     ensure!(
         args.on.device == DeviceKind::Cuda,

@@ -17,10 +17,11 @@ use super::samples::{P2pTest, Samples};
 use crate::job::check_transport;
 use crate::options::{Carrier, Size};
 
-/// The process that measures.
+/// The process that takes the times.
 pub(super) const FIRST: ProcessId = ProcessId(0);
 
-/// Measures arrays as one of the two processes of a job. Blocks until all sizes are measured.
+/// Measures transfers of arrays, as one of the two processes of a job. Blocks until all sizes are
+/// measured.
 pub(super) fn in_job(
     carrier: Carrier,
     device: DeviceKind,
@@ -38,7 +39,8 @@ pub(super) fn in_job(
     Ok(found)
 }
 
-/// Measures arrays between two threads of this process. Blocks until all sizes are measured.
+/// Measures transfers of arrays between two threads of this process. Blocks until all sizes are
+/// measured.
 pub(super) fn in_threads(
     device: DeviceKind,
     sizes: &[Size],
@@ -133,7 +135,7 @@ fn round_trips(
     Ok(found)
 }
 
-/// Blocks until this process's shards of `x` are there. Does not wait for its sends.
+/// Blocks until this process's shards of `x` have arrived. Does not wait for sends of this process.
 pub(super) fn arrive(x: &MpmdArray) -> Result<()> {
     if x.is_fully_remote() {
         Ok(())
@@ -142,9 +144,8 @@ pub(super) fn arrive(x: &MpmdArray) -> Result<()> {
     }
 }
 
-/// Measures transfers of `x` one after another, until the last has arrived and the receiver has
-/// confirmed that. The samples are of `test`, for arrays of `bytes` bytes. Both processes must call
-/// this.
+/// Measures a stream of transfers of `x`, until the receiver has confirmed the last one. Returns
+/// samples of `test` for arrays of `bytes` bytes. Both processes must call this.
 fn bandwidth(
     p: &mut Program,
     pair: &DevicePair,

@@ -38,26 +38,27 @@ use crate::options::Size;
 
 /// The process that receives the arrays.
 pub(super) const SECOND: ProcessId = ProcessId(1);
-/// The number of arrays that the sender keeps at a time.
+/// Number of arrays that the sender holds at a time.
 const KEPT: usize = 8;
-/// The receiver keeps one of this many arrays.
+/// Interval of the arrays that the receiver holds: one array in every three.
 const EACH: usize = 3;
-/// The maximum number of arrays that the receiver keeps at a time.
+/// Maximum number of arrays that the receiver holds at a time.
 const HELD: usize = 3;
 /// Number of rounds after which all memory has been used at least once.
 const WARM_UP: usize = KEPT + HELD + 1;
-/// The host must have room for this many arrays of the measured size: if they are copied, the
-/// receiver needs memory too.
+/// Minimum memory of the host, as a number of arrays of the measured size. A receiver that gets
+/// copies needs memory too.
 const ROOM: u64 = 16;
-/// The time that the sender sleeps before it sends an array, so that the receiver waits already.
+/// Sleep of the sender before it sends an array, so that the receiver is already waiting.
 const SETTLED: Duration = Duration::from_micros(200);
-/// The time that the sender sleeps before it sends an array in new memory. It stands for the
-/// computation of the array in an ordinary program.
+/// Sleep of the sender before it sends an array in new memory. It stands for the computation of the
+/// array in an ordinary program.
 const SETTLED_NEW: Duration = Duration::from_millis(20);
-/// Number of measured hand-overs for each repeat that the other measurements make.
+/// Number of hand-overs per requested repeat.
 const FOR_EACH_REPEAT: usize = 2;
 
-/// The number of threads of [`BYTES`]' functions: enough to fill a GPU, each with many words.
+/// Maximum number of threads of the functions in [`BYTES`]: enough to fill a GPU, each with many
+/// words.
 const THREADS: usize = 1 << 18;
 
 static BYTES: Source = Source::cuda(
@@ -90,12 +91,12 @@ extern "C" __global__ void compare(
 "#,
 );
 
-/// Returns the grid of a function of [`BYTES`] for an array of `bytes` bytes.
+/// Returns the launch grid of the functions in [`BYTES`] for an array of `bytes` bytes.
 fn grid(bytes: usize) -> Grid {
     Grid::over(bytes.div_ceil(8).min(THREADS))
 }
 
-/// A kernel that fills its output with the byte of its input, and stores the output's address.
+/// A kernel that fills its output with the byte in its input, and stores the output's address.
 struct Write(ShapedArray, Arc<AtomicU64>);
 
 impl Kernel for Write {
@@ -127,7 +128,7 @@ impl Kernel for Write {
     }
 }
 
-/// A kernel for GPUs: (expected byte, array) -> number of words with another byte. It stores the
+/// A kernel for GPUs: (expected byte, array) -> number of wrong words and bytes. It stores the
 /// array's address.
 struct Compare(Arc<AtomicU64>);
 
@@ -165,8 +166,8 @@ impl Kernel for Compare {
     }
 }
 
-/// Measures hand-overs of arrays of `bytes` bytes; both processes must call this together. If they
-/// cannot be measured, the first process prints the reason, and both return an empty list.
+/// Measures hand-overs of arrays of `bytes` bytes; both processes must call this together. If a
+/// measurement is impossible, the first process prints the reason, and both return an empty list.
 pub(super) fn handover(
     p: &mut Program,
     pair: &DevicePair,
@@ -314,17 +315,17 @@ fn measure(
     Ok(found)
 }
 
-/// The kernels at both ends of hand-overs.
+/// The kernels of the sender and the receiver of hand-overs.
 struct HandoverKernels {
-    /// The sender's device.
+    /// A mesh of the sender's device.
     mesh: Mesh,
     write: Jit<Write>,
-    /// `None` on CPUs, where the host compares.
+    /// Compares a received array on a GPU. `None` on CPUs, where the host compares.
     compare: Option<Jit<Compare>>,
 }
 
 impl HandoverKernels {
-    /// Compiles the kernels. They store the address of each array in `place`.
+    /// Compiles the kernels, which store the address of each array in `place`.
     fn build(
         p: &mut Program,
         pair: &DevicePair,
@@ -358,7 +359,8 @@ impl HandoverKernels {
     }
 }
 
-/// Measures bare wake-ups once each, and hand-overs by CUDA alone if there is an exchange.
+/// Measures one wake-up for each test. Except for the test `Wake`, each includes a hand-over
+/// through `exchange` if that is there.
 fn measure_wakes(wakes: &mut [(P2pTest, BareWake)], exchange: Option<&Exchange>) -> Result<()> {
     for (test, wake) in wakes {
         // A bare wake-up passes no data on.
@@ -370,7 +372,8 @@ fn measure_wakes(wakes: &mut [(P2pTest, BareWake)], exchange: Option<&Exchange>)
     Ok(())
 }
 
-/// Fails if a count of wrong words and bytes that this process can read is not 0.
+/// Fails if a count of wrong words and bytes is not 0. Ignores counts that are on the other
+/// process.
 fn check_counts(counts: Vec<MpmdArray>, bytes: usize) -> Result<()> {
     for count in counts {
         if let Some(values) = count.to_host()?
@@ -384,9 +387,9 @@ fn check_counts(counts: Vec<MpmdArray>, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Shows memory and an event of each process's GPU to the other, by the driver alone. Returns
-/// `None` between threads, which CUDA IPC does not join; also if it fails, and prints the reason.
-/// Both processes must call this.
+/// Exchanges IPC handles of memory and an event between the processes' GPUs, by the driver alone.
+/// Returns `None` between threads, which CUDA IPC does not support. Also returns `None` if it
+/// fails, and prints the reason. Both processes must call this.
 fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
     let devices = p.topology().device_ids();
     if p.topology().link_between(devices[0], devices[1]) == Some(LinkClass::SameProcess) {
@@ -417,24 +420,24 @@ fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
     Ok(exchange.ok().filter(|_| !works_on.contains(&false)))
 }
 
-/// Synchronises both processes: returns on the first one once the second is about to issue its next
-/// operation. Both must call this.
+/// Synchronises both processes. Returns on the first process when the second is about to issue its
+/// next operation. Both processes must call this.
 fn meet(p: &mut Program, pair: &DevicePair, small: &MpmdArray) -> Result<()> {
     let there = p.device_put(small, &pair.there)?;
     arrive(&there)?;
     arrive(&p.device_put(&there, &pair.here)?)
 }
 
-/// An arrival as the receiver saw it, in nanoseconds.
+/// The arrival of an array at the receiver, in nanoseconds.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 struct NoticedArrival {
     ready: u64,
-    /// True if no array was at this place before.
+    /// True if the receiver saw no earlier array at the same address.
     is_new: bool,
 }
 
-/// Computes the samples from the send times `given`, in nanoseconds, and the arrivals `had`. Rounds
-/// in new memory make samples of their own.
+/// Returns the samples of hand-overs from the send times `given` and the arrivals `had`, in
+/// nanoseconds. Arrivals in new memory have their own samples.
 fn evaluate(bytes: usize, given: &[u64], had: &[NoticedArrival]) -> Vec<Samples> {
     let mut found =
         [P2pTest::Handover, P2pTest::HandoverWarmUp].map(|test| Samples::new(test, bytes));

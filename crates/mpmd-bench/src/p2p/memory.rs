@@ -1,7 +1,7 @@
 //! Reads the available memory of this host.
 
 /// Returns the bytes of host memory that are available without swapping, by the kernel's estimate.
-/// `None` if it gives none.
+/// `None` if the kernel gives no estimate.
 pub(super) fn available() -> Option<u64> {
     available_of(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }

@@ -28,10 +28,10 @@ use pace::SamplePace;
 use samples::{P2pTest, Samples};
 use table::{P2pRow, RunSetting};
 
-/// The variable for the spin time of transport engines.
+/// Environment variable with the spin time of transport engines.
 const SPIN: &str = "MPMD_SPIN";
 
-/// The usual number and length of samples.
+/// The default number and length of samples.
 const USUAL: SamplePace = SamplePace {
     repeats: 15,
     sample: Duration::from_millis(10),
@@ -95,8 +95,8 @@ impl P2pArgs {
     }
 }
 
-/// Measures a pair of processes and prints the results. Starts the pair, or works as one of a job
-/// that a launcher has started.
+/// Measures a pair of processes and prints the results. Starts the pair, or works as one of its
+/// processes if a launcher has started this process.
 pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     match JobEnv::from_env()? {
         Some(env) => in_job(args, &env)?,
@@ -222,7 +222,7 @@ fn ours(args: &P2pArgs, size: Size, pace: &SamplePace) -> Result<Vec<Samples>> {
     samples::take_over(samples.path())
 }
 
-/// Fails unless the processes of a measurement have come to its end.
+/// Fails unless all processes of a measurement have run to its end.
 fn check_measured(outcome: &JobOutcome) -> Result<()> {
     if let Some(failure) = &outcome.first_failure {
         bail!("the processes were not measured: {failure}");
@@ -252,7 +252,7 @@ impl P2pRows {
         }
     }
 
-    /// Sets the reference of each row that has one.
+    /// Sets the reference of each row whose test has one.
     fn compare(&mut self) {
         let medians: Vec<(P2pTest, usize, f64)> = self
             .0
@@ -272,7 +272,7 @@ impl P2pRows {
         }
     }
 
-    /// Returns the row of this test and size; adds it if it is missing.
+    /// Returns the row of this test and size. Adds the row if it is missing.
     fn row(&mut self, test: P2pTest, bytes: usize) -> &mut P2pRow {
         let same = |row: &P2pRow| (row.test, row.bytes) == (test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {

@@ -24,8 +24,8 @@ impl P2pCase {
     }
 }
 
-/// Checks the time that a transport's engine looks for work before it sleeps: `auto`, `never`,
-/// `always`, or a number of microseconds.
+/// Checks the text of a spin time: `auto`, `never`, `always`, or a number of microseconds. The spin
+/// time is how long a transport's engine looks for work before it sleeps.
 pub(super) fn spin_word(word: &str) -> Result<String, LaunchError> {
     mpmd_launch::spin(word).map(|_| word.to_owned())
 }

@@ -6,13 +6,14 @@ use std::time::Duration;
 /// The number and approximate length of samples. A sample of a single round may take longer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct SamplePace {
-    /// Samples of each case of arrays below 1 MiB. Larger ones have fewer.
+    /// Number of samples of each case with arrays below 1 MiB. Cases with larger arrays have fewer.
     pub(super) repeats: usize,
     /// The approximate length of a sample.
     pub(super) sample: Duration,
 }
 
-/// The limit on a stream's bytes in flight, unless [`SMALLEST_WINDOW`] arrays are more.
+/// Limit on a stream's bytes in flight. A stream may have [`SMALLEST_WINDOW`] arrays in flight even
+/// if they have more bytes.
 const IN_FLIGHT: usize = 64 << 20;
 const SMALLEST_WINDOW: usize = 2;
 const LARGEST_WINDOW: usize = 32;
@@ -32,8 +33,8 @@ impl SamplePace {
         self.repeats.clamp(1, most)
     }
 
-    /// Warms up for arrays of `bytes` bytes. `run` gets a number of rounds or arrays, and
-    /// returns (actual number, total time). Returns the time of one round in the quickest run.
+    /// Warms up with arrays of `bytes` bytes. `run` gets a number of rounds or arrays, and returns
+    /// (number that ran, total time). Returns the time of one round in the quickest run.
     pub(super) fn warm<E>(
         bytes: usize,
         at_least: usize,
@@ -48,7 +49,7 @@ impl SamplePace {
         Ok(quickest)
     }
 
-    /// Returns the number of rounds or arrays of one sample, if one takes the time `one`.
+    /// Returns the number of rounds or arrays in one sample. `one` is the time of one.
     pub(super) fn rounds(&self, one: Duration) -> u64 {
         let rounds = self.sample.as_nanos() / one.as_nanos().max(1);
         u64::try_from(rounds).unwrap_or(MOST).clamp(1, MOST)
@@ -65,7 +66,7 @@ pub(super) fn warm_up(bytes: usize) -> u64 {
     ((1 << 20) / bytes as u64).clamp(2, 200)
 }
 
-/// Returns the number of warm-ups with arrays of `bytes` bytes. The quickest counts, as a
+/// Returns the number of warm-ups with arrays of `bytes` bytes. The quickest one counts, because a
 /// disturbed one would make every sample too short.
 pub(super) fn warm_ups(bytes: usize) -> usize {
     if bytes < 1 << 20 { 3 } else { 1 }

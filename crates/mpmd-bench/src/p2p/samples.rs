@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// A test that is measured at a size.
+/// A quantity that is measured for each array size.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum P2pTest {
@@ -14,24 +14,25 @@ pub(super) enum P2pTest {
     Latency,
     /// Bytes over the time until the receiver has them all, in GB/s.
     Bandwidth,
-    /// The time from one process's `device_put` until the other can use the array, in microseconds.
+    /// The time from one process's `device_put` until the other process can use the array, in
+    /// microseconds.
     Handover,
-    /// The time as for `Handover`, while the memory is new to one of the processes.
+    /// The time of a hand-over in memory that is new to one of the processes, in microseconds.
     HandoverWarmUp,
-    /// The time from one process's futex wake-up until the other runs, in microseconds: without
-    /// the framework, in turns with the hand-overs.
+    /// The time from one process's futex wake-up until the other process runs, in microseconds. It
+    /// is measured without the framework, in turns with the hand-overs.
     Wake,
-    /// The time from one process's record of a CUDA event until the other's GPU has passed it, in
-    /// microseconds: by the driver alone, in turns with the hand-overs.
+    /// The time from one process's record of a CUDA event until the other process's GPU has passed
+    /// it, in microseconds. It is measured with the driver alone, in turns with the hand-overs.
     BareIpc,
-    /// The time as for `BareIpc`, with a copy of the other process's memory behind the event.
+    /// The time of `BareIpc`, with a copy of the other process's memory behind the event.
     BareIpcCopy,
-    /// The bandwidth in GB/s of arrays in two parts that the receiver joins: each byte is copied
+    /// Bandwidth in GB/s of arrays in two parts, which the receiver joins: it copies each byte
     /// once.
     OneCopy,
-    /// The rate of a plain copy within one process, in GB/s.
+    /// Rate of a plain copy within one process, in GB/s.
     Memcpy,
-    /// The rate of the driver's copy within a device's memory, in GB/s.
+    /// Rate of the driver's copy within a device's memory, in GB/s.
     DeviceCopy,
 }
 
@@ -51,12 +52,12 @@ impl P2pTest {
         }
     }
 
-    /// Returns true for copies without the framework. They serve as references.
+    /// True for tests of plain copies without the framework, which serve as references.
     pub(super) fn is_plain(self) -> bool {
         matches!(self, Self::Memcpy | Self::DeviceCopy)
     }
 
-    /// Returns the number of processes that take part.
+    /// Returns the number of processes that the test needs.
     pub(super) fn processes(self) -> usize {
         if self.is_plain() { 1 } else { 2 }
     }
@@ -87,8 +88,8 @@ impl Samples {
         }
     }
 
-    /// Converts a measurement to the test's unit and adds it: `count` round trips, arrays
-    /// or copies took `time` together.
+    /// Adds a sample, converted to the test's unit. `time` is the total time of `count` round
+    /// trips, arrays or copies.
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {

@@ -6,19 +6,19 @@ use super::samples::P2pTest;
 use crate::case::{self, Beside, Case};
 use crate::options::Size;
 
-/// One line of the results: a test at one size.
+/// One row of the results: a test at one size.
 #[derive(Clone, Debug)]
 pub(super) struct P2pRow {
     pub(super) test: P2pTest,
     pub(super) bytes: usize,
     /// Samples of mpmd, in the unit of the test.
     pub(super) ours: Vec<f64>,
-    /// The (test, median) of the reference with as many bytes: a plain copy for a bandwidth, the
-    /// hand-over by CUDA alone for a hand-over. `None` for other tests.
+    /// The reference with the same number of bytes, as (test, median). For a bandwidth it is a
+    /// plain copy, for a hand-over the hand-over by CUDA alone. `None` for other tests.
     pub(super) beside: Option<(P2pTest, f64)>,
 }
 
-/// The options that all lines of the results have in common.
+/// The options that hold for all rows of the results.
 #[derive(Clone, Debug)]
 pub(super) struct RunSetting {
     pub(super) transport: &'static str,
@@ -26,7 +26,7 @@ pub(super) struct RunSetting {
 }
 
 impl P2pRow {
-    /// Returns this row as a JSON object. A plain copy has null as transport and spin.
+    /// Returns this row as a JSON object. The transport and spin time of a plain copy are null.
     pub(super) fn json(&self, setting: &RunSetting) -> Value {
         let pair = !self.test.is_plain();
         let mut line = self.case(setting).json();
@@ -53,7 +53,7 @@ impl P2pRow {
         }
     }
 
-    /// Describes the size and the settings, in the form of other `mpmd bench` cases.
+    /// Describes the size and the settings, in the form of other cases of `mpmd bench`.
     fn parameters(&self, RunSetting { transport, spin }: &RunSetting) -> String {
         let size = Size(self.bytes);
         match self.test.is_plain() {

@@ -11,20 +11,21 @@ use super::array::FIRST;
 use super::handover::SECOND;
 use crate::job::now;
 
-/// Deadline of one wake-up. It only passes if the other process has ended.
+/// Deadline of one wake-up. It passes only if the other process has ended.
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// A word that both processes map, and the moments that this process has noted.
+/// A word that both processes map, and the times that this process has recorded.
 pub(super) struct BareWake {
     word: BareWord,
     is_first: bool,
-    /// The first process notes the moment before each wake-up, the second the end of each sleep. In
-    /// nanoseconds.
+    /// Times in nanoseconds. The first process records one before each wake-up, the second process
+    /// one at the end of each wake-up.
     moments: Vec<u64>,
 }
 
 impl BareWake {
-    /// Creates the word on the first process and opens it on the second. Both must call this.
+    /// Creates the word on the first process and opens it on the second. Both processes must call
+    /// this.
     pub(super) fn new(p: &mut Program) -> Result<Self> {
         let is_first = p.process() == FIRST;
         let failed = |error: std::io::Error| Error::kernel(format!("a bare wake-up: {error}"));
@@ -46,9 +47,9 @@ impl BareWake {
         })
     }
 
-    /// Measures one wake-up: the second process falls asleep, and after `settled` the first calls
-    /// `give` and wakes it. The wake-up ends when the second has called `take`. Both must call this
-    /// at about the same time.
+    /// Measures one wake-up. The second process falls asleep; after `settled` the first process
+    /// calls `give` and wakes it. The wake-up ends when the second process has called `take`. Both
+    /// processes must call this at about the same time.
     pub(super) fn measure(
         &mut self,
         settled: Duration,
@@ -78,7 +79,7 @@ impl BareWake {
         Ok(())
     }
 
-    /// Returns the times of all wake-ups, on both processes. Both must call this.
+    /// Returns the times of all wake-ups, on both processes. Both processes must call this.
     pub(super) fn times(self, p: &mut Program) -> Result<Vec<Duration>> {
         let moments = self.moments;
         let moments = p.gather_value(Vec::new(), || Ok(moments))?;

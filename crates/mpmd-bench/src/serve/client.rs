@@ -7,33 +7,33 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
-/// Longest reply other than a stream, in bytes.
+/// Maximum bytes of a reply that is not a stream.
 const LONGEST: u64 = 1 << 20;
 
-/// A server.
+/// The address, API key and time limit of the measured server.
 #[derive(Debug)]
 pub(super) struct ServerTarget {
-    /// Name or address, and port.
+    /// Host name or address, and port.
     host: String,
     key: Option<String>,
-    /// Time limit for each byte of a reply.
+    /// Maximum time without a byte of a reply.
     longest: Duration,
 }
 
-/// The times of a reply.
+/// The times and token counts of a streamed reply.
 #[derive(Debug)]
 pub(super) struct StreamedReply {
     pub(super) sent: Instant,
-    /// The time of each event with new tokens, and their number.
+    /// Each event with new tokens, as (time, number of tokens).
     pub(super) events: Vec<(Instant, usize)>,
-    /// Number of new tokens, by the server's own count if it has one.
+    /// Number of new tokens, by the server's own count if it reports one.
     pub(super) tokens: usize,
-    /// Number of the prompt's tokens, if the server tells it.
+    /// Number of the prompt's tokens, if the server reports it.
     pub(super) prompt: Option<usize>,
 }
 
 impl ServerTarget {
-    /// Returns the server at an address such as `http://127.0.0.1:8000`.
+    /// Creates the target for an address such as `http://127.0.0.1:8000`.
     pub(super) fn new(url: &str, key: Option<String>, longest: Duration) -> Result<Self> {
         let rest = url.strip_prefix("http://");
         let rest = rest.with_context(|| format!("{url:?}: expected http://HOST:PORT"))?;
@@ -54,7 +54,7 @@ impl ServerTarget {
         Ok(Self { host, key, longest })
     }
 
-    /// Returns the body of a reply to `GET`.
+    /// Sends a `GET` request for `path`, and returns the body of the reply.
     pub(super) fn get(&self, path: &str) -> Result<String> {
         let mut body = self.send("GET", path, "")?;
         let mut text = String::new();
@@ -62,7 +62,7 @@ impl ServerTarget {
         Ok(text)
     }
 
-    /// Asks for a completion, which is sent as it comes.
+    /// Requests a completion as a stream, and reads the stream to its end.
     pub(super) fn complete(&self, body: &Value) -> Result<StreamedReply> {
         let sent = Instant::now();
         let from = self.send("POST", "/v1/completions", &body.to_string())?;
@@ -105,7 +105,7 @@ impl ServerTarget {
         bail!("the reply ended without [DONE]")
     }
 
-    /// Sends a request. Returns the body of the reply.
+    /// Sends a request, and returns the body of the reply.
     fn send(&self, method: &str, path: &str, body: &str) -> Result<Box<dyn Read>> {
         let host = &self.host;
         let mut stream =
@@ -159,10 +159,10 @@ impl ServerTarget {
     }
 }
 
-/// A body in chunks.
+/// The body of a reply in chunked transfer encoding.
 struct ChunkedBody {
     from: BufReader<TcpStream>,
-    /// Number of bytes of the chunk that were not read.
+    /// Number of unread bytes of the current chunk.
     left: usize,
     is_end: bool,
 }
@@ -200,7 +200,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the reply that a server's bytes make.
+    /// Returns the parsed reply of a server that sends `bytes`.
     fn replied(bytes: &'static str) -> Result<StreamedReply> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/v1", listener.local_addr().unwrap());

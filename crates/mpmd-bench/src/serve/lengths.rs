@@ -7,23 +7,23 @@ use std::time::Duration;
 use anyhow::Context as _;
 use mpmd::random::{Key, normal_f64, uniform_f64};
 
-/// Longest prompt or reply, in tokens.
+/// Maximum length of a prompt or reply, in tokens.
 const LONGEST: f64 = (1 << 20) as f64;
 
 /// A distribution of lengths, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Lengths {
     Constant(f64),
-    /// All lengths from the first to the last are equally likely.
+    /// A uniform distribution from the first length to the second.
     Uniform(f64, f64),
-    /// Has this mean.
+    /// An exponential distribution with this mean.
     Exponential(f64),
-    /// Has this median; the second number is the standard deviation of the logarithm.
+    /// A log-normal distribution: its median, and the standard deviation of the logarithm.
     LogNormal(f64, f64),
 }
 
 impl Lengths {
-    /// Returns the length of an element: a whole number, at least one.
+    /// Returns the random length of number `element`: a whole number, at least one.
     pub(super) fn of(self, key: Key, element: u64) -> usize {
         let uniform = || uniform_f64(key, element);
         let length = match self {

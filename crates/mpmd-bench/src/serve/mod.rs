@@ -21,9 +21,9 @@ use crate::case::quantile;
 use client::{ServerTarget, StreamedReply};
 use lengths::{Lengths, arrivals};
 
-/// The words of prompts that are texts. Most tokenizers have a token for each.
+/// Words for prompts that are sent as texts. Most tokenizers have one token for each.
 const WORDS: [&str; 8] = [" the", " of", " and", " to", " in", " is", " that", " for"];
-/// The shares of requests or tokens up to which times are shown.
+/// The percentiles of times that are shown, as (name, share).
 const SHARES: [(&str, f64); 3] = [("p50", 0.5), ("p95", 0.95), ("p99", 0.99)];
 
 /// Options of `mpmd bench serve`.
@@ -74,7 +74,7 @@ pub(crate) struct BenchServeArgs {
     json: bool,
 }
 
-/// The results of a run.
+/// The results of all requests of a run.
 #[derive(Debug, Default)]
 struct ServeResults {
     /// Milliseconds from each request to its first token.
@@ -85,13 +85,14 @@ struct ServeResults {
     tokens: usize,
     /// Number of tokens of all prompts.
     prompt_tokens: usize,
-    /// The first failures' reasons.
+    /// The reasons of the first failures.
     failures: Vec<String>,
     failed: usize,
 }
 
 impl ServeResults {
-    /// Adds a reply to a request that was due at this time, with this number of tokens.
+    /// Adds the reply to a request. `due` is the time at which the request should have been sent,
+    /// `prompt` the number of its prompt's tokens.
     fn add(&mut self, due: Instant, prompt: usize, reply: &StreamedReply) {
         let milliseconds =
             |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
@@ -208,7 +209,7 @@ fn run(args: &BenchServeArgs, target: &ServerTarget, model: &str, start: Instant
         .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Returns the number of tokens of a request's prompt, and its body.
+/// Returns the number of the prompt's tokens, and the body, of request `index`.
 fn request(args: &BenchServeArgs, model: &str, index: usize) -> (usize, Value) {
     let key = Key(args.seed);
     let element = index as u64;
@@ -240,7 +241,8 @@ fn request(args: &BenchServeArgs, model: &str, index: usize) -> (usize, Value) {
     (count, body)
 }
 
-/// Returns the seconds for which each stage of the server has computed, if it tells them.
+/// Returns the seconds that each stage of the server has computed. Empty if the server does not
+/// report them.
 fn busy_seconds(target: &ServerTarget) -> BTreeMap<String, f64> {
     let text = target.get("/metrics").unwrap_or_default();
     let stages = text.lines().filter_map(|line| {
@@ -252,7 +254,7 @@ fn busy_seconds(target: &ServerTarget) -> BTreeMap<String, f64> {
     stages.collect()
 }
 
-/// Returns the seconds for which this process has computed.
+/// Returns the seconds of CPU time that this process has used.
 fn own_seconds() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9

@@ -13,7 +13,7 @@ use mpmd_schedule::check::{Budget, Channel};
 use program::ProgramArgs;
 use schedule::CheckScheduleArgs;
 
-/// The exit code if an error leaves nothing checked.
+/// The exit code if an error prevents the check.
 const NOTHING: u8 = 2;
 
 /// Arguments of `mpmd check`.
@@ -36,8 +36,8 @@ pub(crate) struct CheckArgs {
     what: Vec<OsString>,
 }
 
-/// Checks a schedule or a program and prints a report. The exit code is 0 if it is proved and 1 if
-/// it is refuted. An error is printed, and gives 2.
+/// Checks a schedule or a program and prints a report. The exit code is 0 if the check proves it
+/// and 1 if the check refutes it. An error is printed, and gives 2.
 pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     checked(args).or_else(|error| {
         crate::files::complain(&error);

@@ -9,16 +9,16 @@ use std::time::{Duration, Instant};
 use mpmd_base::deadline::after;
 use mpmd_record::dry_run::{DryRun, RunParting};
 
-/// The maximum number of listed places at which processes differ from process 0.
+/// Maximum number of listed differences from process 0.
 const MOST_PARTINGS: usize = 8;
 
 /// The processes of a job, grouped by whether they issue the same operations as process 0.
 pub(crate) struct OtherProcesses {
-    /// The processes that issue the same operations, including process 0.
+    /// The processes that issue the same operations as process 0, which is one of them.
     same: Vec<u32>,
-    /// The first differences from process 0, each with the processes that part there.
+    /// The first differences from process 0, each with the processes that differ there.
     parted: Vec<(RunParting, Vec<u32>)>,
-    /// Processes without a dry run, because the time limit was over.
+    /// Processes without a dry run, because the time limit had passed.
     left: Vec<u32>,
     within: Duration,
 }
@@ -26,7 +26,7 @@ pub(crate) struct OtherProcesses {
 impl OtherProcesses {
     /// Gets the dry run of every process except 0 from `dry_run_of`, on a thread per core. Compares
     /// each with `first`, the dry run of process 0. Blocks until all have ended. Starts no further
-    /// dry run once the time `within` is over.
+    /// dry run after the time `within`.
     ///
     /// # Errors
     ///
@@ -96,7 +96,7 @@ impl OtherProcesses {
         })
     }
 
-    /// Returns true if no process is known to issue other operations than process 0.
+    /// True if no process is known to issue other operations than process 0.
     pub(crate) fn issue_the_same(&self) -> bool {
         self.parted.is_empty()
     }

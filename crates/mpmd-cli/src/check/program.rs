@@ -19,7 +19,7 @@ use super::other_processes::OtherProcesses;
 use super::report::ProgramReport;
 use crate::run::{above_zero, find};
 
-/// The interval at which the program's exit is polled.
+/// Interval between two looks whether the program has ended.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// Arguments of `mpmd check` on a program.
@@ -105,8 +105,8 @@ struct DryRuns<'a> {
 }
 
 impl DryRuns<'_> {
-    /// Runs the program as process `process`, and blocks until it ends or `--peer-timeout` is over.
-    /// Then it is killed. Returns the dry run that it has written to `file`.
+    /// Runs the program as process `process`, and blocks until it ends. Kills it when
+    /// `--peer-timeout` is over. Returns the dry run that the program has written to `file`.
     ///
     /// # Errors
     ///
@@ -148,8 +148,8 @@ impl DryRuns<'_> {
         }
     }
 
-    /// Returns the command that runs the program as a dry run of process `process`. It writes the
-    /// dry run to `file`, and its error output to `said`.
+    /// Returns the command that runs the program as a dry run of process `process`. The program
+    /// writes the dry run to `file`, and its error output to `said`.
     fn command(&self, process: u32, file: &Path, said: &Path) -> anyhow::Result<Command> {
         let mut command = Command::new(&self.program);
         command
@@ -173,7 +173,7 @@ impl DryRuns<'_> {
     }
 }
 
-/// Waits for the end of a program. Ends it after `peer_timeout`, and returns `None` then.
+/// Waits for a program to end. After `peer_timeout`, kills it and returns `None`.
 fn wait(child: &mut Child, peer_timeout: Duration) -> anyhow::Result<Option<ExitStatus>> {
     let deadline = after(Instant::now(), peer_timeout);
     loop {

@@ -12,13 +12,13 @@ use mpmd_schedule::check::{self, Channel, Deadlock, Names, Proof};
 
 use super::other_processes::OtherProcesses;
 
-/// The maximum number of listed links, those with most bytes first.
+/// Maximum number of listed links. The links with most bytes are listed.
 const MOST_LINKS: usize = 16;
 
-/// The maximum number of listed source lines at which values are read.
+/// Maximum number of listed source lines at which the program reads values.
 const MOST_READS: usize = 8;
 
-/// The proofs and sums of the dry run of a program, to be printed.
+/// The proofs about a program's dry run, and its sums of memory and traffic, for printing.
 pub(crate) struct ProgramReport<'a> {
     dry_run: &'a DryRun,
     others: &'a OtherProcesses,
@@ -29,7 +29,7 @@ pub(crate) struct ProgramReport<'a> {
 }
 
 impl<'a> ProgramReport<'a> {
-    /// Proves that the operations of process 0 end over each channel, and adds up memory. `budget`
+    /// Proves over each channel that the operations of process 0 end, and adds up memory. `budget`
     /// is the limit in bytes per device.
     pub(crate) fn new(
         dry_run: &'a DryRun,
@@ -61,7 +61,7 @@ impl<'a> ProgramReport<'a> {
             && self.over_budget().next().is_none()
     }
 
-    /// Returns (device, peak memory) of the devices that exceed the budget; none if there is no
+    /// Returns (device, peak memory) of each device that exceeds the budget. Empty if there is no
     /// budget.
     fn over_budget(&self) -> impl Iterator<Item = (u32, MemoryPeak)> {
         let most =
@@ -74,8 +74,8 @@ impl<'a> ProgramReport<'a> {
         peaks.filter(|(_, peak)| self.budget.is_some_and(|budget| peak.bytes > budget))
     }
 
-    /// Returns (range of operation numbers, words for it): the last step, which stands for later
-    /// steps. Without steps, all operations.
+    /// Returns (operation numbers, name of the range). The range is the last step, which stands for
+    /// later steps; without steps it is all operations.
     fn typical(&self) -> (Range<u64>, &'static str) {
         let last = self
             .dry_run
@@ -299,14 +299,14 @@ impl fmt::Display for ProgramReport<'_> {
     }
 }
 
-/// The reads of values at one line of the program.
+/// The reads of values at one source line of the program.
 struct ReadLine {
-    /// The earliest operation after which a read comes.
+    /// Number of operations that were issued before the first read.
     first: u64,
     times: u64,
 }
 
-/// Names nodes and transfers of the proof by the operation in the dry run: its label, kind and
+/// Names the nodes and transfers of a proof after operations of the dry run, by label, kind and
 /// line.
 struct Named<'a>(&'a ProgramReport<'a>);
 

@@ -49,15 +49,15 @@ struct Subject {
     costs: Option<Costs>,
 }
 
-/// The results of the check.
+/// The results of checking a schedule.
 struct Findings {
     name: String,
     names: StepNames,
     unit: String,
-    /// The proof or the problems, for each requested channel.
+    /// The proof or the problems over each requested channel.
     reports: Vec<(Channel, ScheduleReport)>,
-    /// The simulation over tags with `leaves`; `other` has the opposite setting. Both are `None` if
-    /// the rows are no schedule or do not end.
+    /// The simulation over the channel `tags` with the setting `leaves`. `other` has the opposite
+    /// setting. Both are `None` if the rows are not a schedule or do not end.
     simulated: Option<SimulatedSchedule>,
     other: Option<SimulatedSchedule>,
     leaves: Leaves,
@@ -205,7 +205,7 @@ impl CheckScheduleArgs {
     }
 }
 
-/// Checks that the costs are of all stages of the schedule, and say enough for the budget.
+/// Checks that the costs cover all stages of the schedule, and have what the budget needs.
 fn check_costs(
     costs: Option<&Costs>,
     budget: Option<Budget>,
@@ -247,8 +247,8 @@ impl Findings {
         first.problems.iter().filter(everywhere).collect()
     }
 
-    /// Returns the problems that do not occur over every channel, as (channel, lines of text). They
-    /// are circles of waits.
+    /// Returns the problems over some channels only, as (channel, lines of text). They are circles
+    /// of waits.
     fn circles(&self) -> Vec<(Channel, Vec<String>)> {
         let faults = self.faults();
         let mut circles = Vec::new();

@@ -11,10 +11,12 @@ use serde::Serialize;
 
 use super::verdict::{DoctorFinding, Verdict, finding};
 
-/// The initial namespace of process ids, the same on every system. See `proc_ns.h` of Linux.
+/// Name of the host's initial namespace of process ids, the same on every system. See `proc_ns.h`
+/// of Linux.
 const HOSTS_OWN: &str = "pid:[4026531836]";
 
-/// The place where each kind of work is computed: on the devices, or on the host.
+/// The report's text about the place where each kind of work is computed: on the devices, or on the
+/// host.
 const COMPUTING: &str = "\
 devices: kernels with CUDA sources, stages written with them, matrix products, sums of gradients,
   optimisers, moves; of programs built with the feature `candle-cuda` also candle's stages
@@ -29,15 +31,15 @@ pub(super) enum CudaFacts {
     },
     Found {
         driver: Driver,
-        /// The version of NVRTC, or the reason why it cannot be used. The same for `cublas` and
-        /// `nccl`.
+        /// The version of NVRTC, or the reason why it cannot be used. `cublas` and `nccl` have the
+        /// same form.
         nvrtc: Result<String, Box<NoCuda>>,
         cublas: Result<String, Box<NoCuda>>,
         nccl: Result<String, Box<NoCuda>>,
-        /// True if this process has other process ids than on the host, as in a container.
+        /// True if process ids in this process differ from the host's, as in a container.
         own_pids: bool,
-        /// The first uses of the first GPU, or the reason why it cannot be opened. `None` if CUDA
-        /// devices are not requested: then nothing is tried.
+        /// Times of the first uses of the first GPU, or the reason why it cannot be opened. `None`
+        /// if CUDA devices are not requested.
         first_uses: Option<Result<Box<FirstUses>, CudaError>>,
     },
 }
@@ -130,7 +132,7 @@ pub(super) fn judge(cuda: &CudaFacts, wanted: bool, joined: bool) -> Vec<DoctorF
     findings
 }
 
-/// Reports how long the first uses of a GPU took. A failure is a finding of `failed`.
+/// Reports how long the first uses of a GPU took. `failed` is the verdict on a failure.
 fn first(uses: &FirstUses, failed: Verdict) -> DoctorFinding {
     let FirstUses {
         open_ms,
@@ -161,7 +163,7 @@ fn first(uses: &FirstUses, failed: Verdict) -> DoctorFinding {
     }
 }
 
-/// Judges if memory of the host that processes share can be pinned.
+/// Judges whether host memory that processes share can be pinned.
 fn pinning(took_ms: &Result<f64, FirstUseError>) -> DoctorFinding {
     let name = "cuda pinning";
     match took_ms {
@@ -250,7 +252,7 @@ fn library(
     }
 }
 
-/// Judges if NCCL can be used for collectives of CUDA devices. `missing` is the verdict if it
+/// Judges whether NCCL can be used for collectives of CUDA devices. `missing` is the verdict if it
 /// cannot.
 fn collectives(
     nccl: &Result<String, Box<NoCuda>>,
@@ -288,7 +290,8 @@ fn collectives(
     }
 }
 
-/// Judges if one process of this host can use another's arrays in GPU memory in place.
+/// Judges whether one process of this host can use another process's arrays in GPU memory without a
+/// copy.
 fn sharing(gpus: &[GpuInfo], own_pids: bool) -> DoctorFinding {
     let name = "cuda sharing";
     let cannot = gpus

@@ -33,7 +33,7 @@ pub(super) struct DoctorFacts {
     pub(super) sharing: SharingFacts,
 }
 
-/// True if the text of a request for devices names the kind `cuda`.
+/// True if `device`, the text of a request for devices, names the kind `cuda`.
 pub(super) fn wants_cuda(device: Option<&str>) -> bool {
     let kinds = device
         .and_then(|text| device_kinds(text).ok())
@@ -41,13 +41,13 @@ pub(super) fn wants_cuda(device: Option<&str>) -> bool {
     kinds.contains(&DeviceKind::Cuda)
 }
 
-/// True if the text of a request for collectives of CUDA devices names NCCL.
+/// True if `collectives`, the text of a request for collectives of CUDA devices, names NCCL.
 fn wants_nccl(collectives: Option<&str>) -> bool {
     let way = collectives.map(|text| cuda_collectives(text.trim()));
     way == Some(Ok(CudaCollectives::Nccl))
 }
 
-/// The UCX library, as this program can use it.
+/// The state of the UCX library for this program.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum UcxFacts {
@@ -56,7 +56,7 @@ pub(super) enum UcxFacts {
     Usable { version: String, library: String },
 }
 
-/// Facts for the transport `shm`.
+/// Facts that the transport `shm` depends on.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct SharingFacts {
     /// The reason why this process cannot share memory with others; `None` if it can.
@@ -116,7 +116,8 @@ impl SharingFacts {
         }
     }
 
-    /// Returns the word in brackets, which is the kernel's chosen setting. `None` if there is none.
+    /// Returns the word in brackets in `text`: the setting that the kernel has chosen. `None` if no
+    /// word is in brackets.
     fn chosen(text: &str) -> Option<String> {
         text.split_whitespace()
             .find_map(|word| Some(word.strip_prefix('[')?.strip_suffix(']')?.to_owned()))

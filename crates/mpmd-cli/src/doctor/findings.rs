@@ -5,7 +5,7 @@ use mpmd_core::transports;
 use super::facts::{DoctorFacts, SharingFacts, UcxFacts, wants_cuda};
 use super::verdict::{DoctorFinding, Verdict, finding};
 
-/// If the limit on open files is lower, a process with many large arrays may run out of file
+/// Limit on open files below which a process with many large arrays may run out of file
 /// descriptors.
 const FEWEST_FILES: u64 = 4096;
 

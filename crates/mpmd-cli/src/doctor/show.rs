@@ -12,8 +12,8 @@ const WIDTH: usize = 100;
 /// The column in which values begin, in characters.
 const INDENT: usize = 27;
 
-/// Returns a table for people, and a last line that counts problems and notes. The advice stands
-/// below the value of each finding.
+/// Returns a table of the findings, and a last line that counts problems and notes. The advice on a
+/// finding stands below its value.
 pub(super) fn text(facts: &DoctorFacts, findings: &[DoctorFinding]) -> String {
     let mut lines = Vec::new();
     for DoctorFinding {

@@ -6,10 +6,10 @@ use serde::Serialize;
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub(super) struct DoctorFinding {
     pub(super) name: &'static str,
-    /// The fact; may have several lines.
+    /// The fact as text, which may have several lines.
     pub(super) value: String,
     pub(super) verdict: Verdict,
-    /// The consequences, and how to fix them. May be empty if the verdict is `Ok`.
+    /// The consequences of the fact, and how to fix them. May be empty if the verdict is `Ok`.
     pub(super) advice: String,
 }
 
@@ -17,11 +17,11 @@ pub(super) struct DoctorFinding {
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Verdict {
-    /// As it should be.
+    /// The fact is as it should be.
     Ok,
-    /// Works, but slowly or not everywhere.
+    /// The fact makes jobs slow, or prevents some uses.
     Note,
-    /// Prevents the use of the requested transport or devices.
+    /// The fact prevents the use of the requested transport or devices.
     Problem,
 }
 

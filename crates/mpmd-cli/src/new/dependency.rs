@@ -8,10 +8,10 @@ use toml::Value;
 
 use crate::files::read;
 
-/// The place of the crate `mpmd`.
+/// The location of the crate `mpmd`.
 #[derive(Debug)]
 pub(super) enum Dependency {
-    /// The absolute path of the crate's folder, and that of its workspace.
+    /// A local clone: the absolute paths of the crate's folder, and of the workspace's folder.
     Clone { package: String, clone: PathBuf },
     /// The address of a git repository.
     Git(String),
@@ -23,7 +23,7 @@ impl Dependency {
     ///
     /// # Errors
     ///
-    /// If there is none. The message says how to name one.
+    /// If no crate is found. The message says how to name a location.
     pub(super) fn find(path: Option<&Path>, git: Option<&str>) -> Result<Self> {
         if let Some(address) = git {
             if address.trim().is_empty() {
@@ -56,8 +56,8 @@ impl Dependency {
         )
     }
 
-    /// Returns the crate in the clone `folder`, or the crate whose own folder it is. `None` if
-    /// there is none.
+    /// Returns the crate in `folder`, which is a clone or the crate's own folder. `None` if the
+    /// crate is not there.
     fn in_clone(folder: &Path) -> Result<Option<Self>> {
         let own = [folder.join("mpmd"), folder.to_owned()];
         let Some(package) = own.into_iter().find(|folder| is_mpmd(folder)) else {
@@ -80,7 +80,7 @@ impl Dependency {
         }))
     }
 
-    /// Returns the key and the value that name the crate's place in a manifest.
+    /// Returns the entry of a manifest that locates the crate, such as `path = "…"`.
     pub(super) fn as_toml(&self) -> String {
         let (key, value) = match self {
             Self::Clone { package, .. } => ("path", package),
@@ -89,7 +89,7 @@ impl Dependency {
         format!("{key} = {}", Value::String(value.clone()))
     }
 
-    /// Returns the lock file of the clone: with it the program gets the versions that the clone was
+    /// Returns the lock file of the clone, with the versions of dependencies that the clone was
     /// tested with. `None` if there is no such file.
     pub(super) fn tested_versions(&self) -> Result<Option<String>> {
         match self {

@@ -15,14 +15,14 @@ use crate::files::{say, write};
 use dependency::Dependency;
 use package_name::PackageName;
 
-/// The program of a candle model. The package compiles and tests it as an example.
+/// Source of the program with a candle model. The package compiles and tests it as an example.
 const CANDLE_PROGRAM: &str = include_str!("programs/candle.rs");
 
-/// The program of arrays alone. The package compiles and tests it as an example.
+/// Source of the program with arrays alone. The package compiles and tests it as an example.
 const ARRAYS_PROGRAM: &str = include_str!("programs/arrays.rs");
 
-/// The lines of a manifest that make an edit build fast. They have `NAME` in place of the package's
-/// name.
+/// Lines of a manifest that make rebuilds after an edit fast. They contain `NAME` in place of the
+/// package's name.
 const PROFILE: &str = include_str!("profile.toml");
 
 /// Write a small program to begin with: a package of one file, with a test.
@@ -105,7 +105,7 @@ fn next_steps(name: &str) -> String {
     )
 }
 
-/// A folder that is deleted again, unless all its files were written.
+/// A new folder. Dropping this deletes it, unless [`keep`](Self::keep) was called.
 struct NewFolder {
     path: PathBuf,
     is_kept: bool,
@@ -116,7 +116,7 @@ impl NewFolder {
     ///
     /// # Errors
     ///
-    /// If something of that name exists, which stays as it is.
+    /// If a file or folder of that name exists. It stays as it is.
     fn create(name: &str) -> Result<Self> {
         let path = PathBuf::from(name);
         match fs::create_dir(&path) {
@@ -140,7 +140,7 @@ impl NewFolder {
         write(&file, content)
     }
 
-    /// Keeps the folder.
+    /// Prevents the deletion of the folder.
     fn keep(mut self) {
         self.is_kept = true;
     }

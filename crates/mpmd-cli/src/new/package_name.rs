@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-/// Rust's keywords. The compiler takes none as the name of a crate.
+/// Rust's keywords, which cannot be names of crates.
 const KEYWORDS: &[&str] = &[
     "abstract", "as", "async", "await", "become", "box", "break", "const", "continue", "crate",
     "do", "dyn", "else", "enum", "extern", "false", "final", "fn", "for", "gen", "if", "impl",
@@ -11,8 +11,8 @@ const KEYWORDS: &[&str] = &[
     "unsafe", "unsized", "use", "virtual", "where", "while", "yield",
 ];
 
-/// Names that are taken: by the dependency, by Rust's own crates, and by folders that cargo makes
-/// beside the program.
+/// Other names that a package cannot have: of the dependency, of Rust's own crates, and of folders
+/// that cargo makes beside the program.
 const TAKEN: &[&str] = &[
     "mpmd",
     "alloc",

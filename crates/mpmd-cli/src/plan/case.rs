@@ -11,8 +11,8 @@ use super::field::{Field, ID, Malformed};
 use super::placement::read_placements;
 use super::refusal::CaseRefusal;
 
-/// A sharding as a case has it: one of the kinds, with `memory_kind` beside its fields if it is not
-/// in device memory. Its form as JSON is checked, its values are not.
+/// A sharding in the JSON form of a case: one of the kinds below. `memory_kind` stands beside its
+/// fields if it is not device memory. The form is checked, the values are not.
 #[derive(Clone, Debug)]
 pub(super) struct CaseSharding {
     kind: CaseKind,
@@ -236,8 +236,8 @@ pub(super) fn spec_json(spec: &Spec) -> Vec<Value> {
     spec.entries().iter().map(entry).collect()
 }
 
-/// Reads the axes of one dimension: null gives none, a text one, a list of texts all of them. Fails
-/// for other values.
+/// Reads the mesh axes of one dimension from JSON: null for none, a text for one, a list of texts
+/// for several. Fails for other values.
 pub(super) fn read_axes(field: &Field<'_>) -> Result<Vec<String>, Malformed> {
     match field.as_text() {
         Some(axis) => Ok(vec![axis.to_owned()]),
@@ -266,7 +266,7 @@ fn read_shard(field: &Field<'_>) -> Result<(DeviceId, Vec<(usize, usize)>), Malf
     ))
 }
 
-/// Reads a memory kind: ours, or the name that JAX gives it.
+/// Reads a memory kind by this framework's name or by JAX's name.
 fn read_memory_kind(field: &Field<'_>) -> Result<MemoryKind, Malformed> {
     match field.as_text() {
         Some("device") => Ok(MemoryKind::Device),

@@ -18,7 +18,7 @@ pub(super) struct ChunkCase {
 }
 
 impl ChunkCase {
-    /// Fields of a case, and of its answer.
+    /// Names of the fields of a case and of its answer.
     pub(super) const FIELDS: [&str; 8] = [
         "shape",
         "dim",

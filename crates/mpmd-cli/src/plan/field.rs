@@ -7,7 +7,7 @@ use serde_json::Value;
 /// The maximum number of characters of a value in an error message.
 const SHOWN: usize = 60;
 
-/// The values of [`Field::id`], in an error message.
+/// Description of the values of [`Field::id`], for error messages.
 pub(super) const ID: &str = "a number from 0 to 4294967295";
 
 /// A JSON value of a case and its path, as `sharding.mesh.shape[1]`.
@@ -33,8 +33,8 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// Returns the field `name` of this object. Fails if it is missing or null, or if this is no
-    /// object.
+    /// Returns the field `name` of this object. Fails if the field is missing or null, or if this
+    /// value is not an object.
     pub(super) fn get(&self, name: &str) -> Result<Field<'a>, Malformed> {
         match self.find(name)? {
             Some(field) => Ok(field),
@@ -42,8 +42,8 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// Returns the field `name` of this object; `None` if it is missing or null. Fails if this is
-    /// no object.
+    /// Returns the field `name` of this object; `None` if the field is missing or null. Fails if
+    /// this value is not an object.
     pub(super) fn find(&self, name: &str) -> Result<Option<Field<'a>>, Malformed> {
         let Value::Object(fields) = self.value else {
             return Err(self.expected("an object"));
@@ -56,8 +56,8 @@ impl<'a> Field<'a> {
         Ok(fields.get(name).filter(|value| !value.is_null()).map(field))
     }
 
-    /// Checks that this object has no other fields than those of `known`. Fails if it has, or if
-    /// this is no object.
+    /// Checks that all fields of this object are in `known`. Fails for other fields, or if this
+    /// value is not an object.
     pub(super) fn only(&self, known: &[&str]) -> Result<(), Malformed> {
         let Value::Object(fields) = self.value else {
             return Err(self.expected("an object"));
@@ -78,8 +78,8 @@ impl<'a> Field<'a> {
         )))
     }
 
-    /// Returns the (name, value) fields of an object, sorted by name, or `None` if this is no
-    /// object.
+    /// Returns the (name, value) fields of an object, sorted by name. `None` if this value is not
+    /// an object.
     pub(super) fn entries(&self) -> Option<Vec<(&'a str, Field<'a>)>> {
         let Value::Object(fields) = self.value else {
             return None;
@@ -98,7 +98,7 @@ impl<'a> Field<'a> {
         Some(entries)
     }
 
-    /// Returns the elements of a list, or `None` if this is no list.
+    /// Returns the elements of a list. `None` if this value is not a list.
     pub(super) fn elements(&self) -> Option<Vec<Field<'a>>> {
         let Value::Array(elements) = self.value else {
             return None;
@@ -110,8 +110,8 @@ impl<'a> Field<'a> {
         Some(elements.iter().enumerate().map(field).collect())
     }
 
-    /// Reads the elements of a list, each by `read`. Fails if this is no list, or with the first
-    /// error of `read`.
+    /// Reads the elements of a list, each by `read`. Fails if this value is not a list, or with the
+    /// first error of `read`.
     pub(super) fn list<T>(
         &self,
         read: impl Fn(&Field<'a>) -> Result<T, Malformed>,
@@ -128,14 +128,14 @@ impl<'a> Field<'a> {
         elements.ok_or_else(|| self.expected("a list of two"))
     }
 
-    /// Returns the text of this field. Fails if its value is no text.
+    /// Returns the text of this field. Fails if the value is not a text.
     pub(super) fn text(&self) -> Result<String, Malformed> {
         self.as_text()
             .map(str::to_owned)
             .ok_or_else(|| self.expected("a text"))
     }
 
-    /// Returns the text, or `None` if the value is no text.
+    /// Returns the text of this field. `None` if the value is not a text.
     pub(super) fn as_text(&self) -> Option<&'a str> {
         self.value.as_str()
     }
@@ -153,7 +153,7 @@ impl<'a> Field<'a> {
         number.ok_or_else(|| self.expected("a whole number from 0"))
     }
 
-    /// Returns the number of a device, a process or a host. Fails if the value is no `u32`.
+    /// Returns the number of a device, a process or a host. Fails if the value is not a `u32`.
     pub(super) fn id(&self) -> Result<u32, Malformed> {
         let number = self
             .value
@@ -191,8 +191,8 @@ impl<'a> Field<'a> {
         Ok(map)
     }
 
-    /// Returns the error that this field's value differs in kind from the expected one. The error
-    /// shows the value, cut to `SHOWN` characters.
+    /// Returns the error that `kind` was expected in place of this field's value. The error shows
+    /// the value, cut to `SHOWN` characters.
     pub(super) fn expected(&self, kind: &str) -> Malformed {
         let mut found = match self.value {
             Value::Array(elements) => format!("a list of {}", elements.len()),

@@ -13,19 +13,19 @@ use super::field::{Field, Malformed};
 use super::job::CaseJob;
 use super::refusal::CaseRefusal;
 
-/// The case `{src, dst}` of two shardings, read and not yet checked. With the fields of a case of
-/// `mpmd plan reshard` it is about one array.
+/// The case `{src, dst}` of two shardings, read and not yet checked. The case is about one array if
+/// it also has the fields of `mpmd plan reshard`.
 #[derive(Debug)]
 pub(super) struct IntermediateCase {
     src: CaseSharding,
     dst: CaseSharding,
-    /// Shape and dtype.
+    /// Shape and dtype of the array, if the case is about one array.
     array: Option<(Vec<usize>, String)>,
     job: CaseJob,
 }
 
 impl IntermediateCase {
-    /// Fields of a case, and of its answer.
+    /// Names of the fields of a case and of its answer.
     pub(super) const FIELDS: [&str; 9] = [
         "src",
         "dst",
@@ -105,8 +105,8 @@ impl IntermediateCase {
     }
 }
 
-/// Returns the sharding. Refuses it if its spec does not fit its mesh: without a shape nothing else
-/// checks that.
+/// Returns the sharding of a case, or a refusal if its spec does not fit its mesh. Without a shape,
+/// no later step checks that.
 fn checked(case: &CaseSharding) -> Result<Sharding, CaseRefusal> {
     let sharding = case.sharding()?;
     if let Some(spec) = sharding.spec() {

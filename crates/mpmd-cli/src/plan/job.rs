@@ -26,9 +26,9 @@ impl CaseJob {
         })
     }
 
-    /// Returns the topology with all devices of the case, its processes numbered without gaps.
-    /// Fails if `process_of` lacks a device of `devices`, two named lists, or if `host_of` lacks a
-    /// process.
+    /// Returns the topology with all devices of the case. Its processes are numbered without gaps.
+    /// `devices` are two lists of devices, each with a name for errors. Fails if `process_of` lacks
+    /// one of the devices, or if `host_of` lacks a process.
     pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Topology, CaseRefusal> {
         let used: BTreeSet<DeviceId> = devices
             .iter()

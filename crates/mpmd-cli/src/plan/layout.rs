@@ -26,7 +26,7 @@ struct LayoutJson<'a> {
 }
 
 impl LayoutCase {
-    /// Fields of a case, and of its answer.
+    /// Names of the fields of a case and of its answer.
     pub(super) const FIELDS: [&str; 4] = ["sharding", "shape", "regions", "fully_replicated"];
 
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {

@@ -28,7 +28,7 @@ use crate::files;
 use field::{Field, Malformed};
 use refusal::CaseRefusal;
 
-/// The exit status for input of the wrong form.
+/// The exit status if the input has the wrong form.
 const MALFORMED: u8 = 2;
 
 /// Ask the planners.
@@ -64,8 +64,8 @@ struct CaseInput {
     file: Option<PathBuf>,
 }
 
-/// Reads the cases, and prints the answers. For input of the wrong form, prints the error
-/// and returns the exit status 2.
+/// Reads the cases, and prints the answers. If the input has the wrong form, prints the error and
+/// returns the exit status 2.
 pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let (PlanCommand::Layout(input)
     | PlanCommand::Intermediate(input)
@@ -124,8 +124,8 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns a value as one line of JSON. Panics if the value has a map with other keys than texts
-/// and numbers.
+/// Returns a value as one line of JSON. Panics if the value has a map whose keys are neither texts
+/// nor numbers.
 fn json_text<T: Serialize>(value: &T) -> String {
     serde_json::to_string(value)
         .expect("structs of texts and numbers, with texts and numbers as keys")
@@ -143,8 +143,7 @@ fn read(file: Option<&Path>) -> Result<Value> {
 
 /// Returns the answer or the refusal of each case as one line of JSON, the same for equal cases.
 /// `value` is a case or a list of cases. Fails before any answer if a case has the wrong form, or a
-/// field that is none of `fields`. Cases with their answers, as in the golden files, can be asked
-/// again.
+/// field that is not in `fields`. A case may contain its answer, as in the golden files.
 fn answers<C>(
     value: &Value,
     fields: &[&str],

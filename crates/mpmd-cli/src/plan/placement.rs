@@ -4,13 +4,13 @@ use anyhow::{Context as _, bail};
 
 use super::field::{Field, Malformed};
 
-/// The kinds of devices that a text of torch may name.
+/// The kinds of devices that a placement in torch's form may name.
 const DEVICES: [&str; 7] = ["cpu", "cuda", "hpu", "meta", "mps", "xla", "xpu"];
 
 /// Reads the field `placements` of an object, a list. Returns each element with its number.
 ///
 /// An element is a number, or a text: `rank:1/cuda:0` has the number 1, and `worker1/cuda:0` the
-/// number of `worker1` in the object's field `names`. As in torch, the device may be left out.
+/// number of `worker1` in the object's field `names`. As in torch, a text may leave out the device.
 pub(super) fn read_placements<'a>(
     object: &Field<'a>,
 ) -> Result<Vec<(Field<'a>, usize)>, Malformed> {
@@ -40,15 +40,15 @@ pub(super) fn read_placements<'a>(
     })
 }
 
-/// The process that a text of torch names.
+/// The process that a placement in torch's form names.
 #[derive(Debug, Eq, PartialEq)]
 enum PlacementHolder<'a> {
     Rank(usize),
     Name(&'a str),
 }
 
-/// Returns the process of a placement as torch writes it: `rank:R`, `NAME`, or one of them, a slash
-/// and a device. The message of an error goes behind the text.
+/// Parses a placement as torch writes it: `rank:R` or `NAME`, and optionally a slash and a device.
+/// The message of an error continues a sentence that begins with `text`.
 fn holder(text: &str) -> anyhow::Result<PlacementHolder<'_>> {
     let (process, device) = match text.split_once('/') {
         Some((process, device)) => (process, Some(device)),
@@ -75,7 +75,7 @@ fn holder(text: &str) -> anyhow::Result<PlacementHolder<'_>> {
     }
 }
 
-/// True for a kind of devices, and for one with an index: `cuda:0`.
+/// True for a kind of devices, with or without an index: `cuda:0`.
 fn is_device(text: &str) -> bool {
     match text.split_once(':') {
         Some((kind, index)) => DEVICES.contains(&kind) && is_number(index),

@@ -7,10 +7,11 @@ use mpmd_layout::sharding::rules::RulesError;
 use mpmd_layout::topology::MeshError;
 use serde::Serialize;
 
-/// The reason why a case has no answer. It serves as the answer: `{error, message}`.
+/// The reason why a case has no answer. It is printed in place of the answer, as `{error,
+/// message}`.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub(super) struct CaseRefusal {
-    /// The error as one word, which stays the same from version to version.
+    /// The error as one word, which stays the same in all versions.
     pub(super) error: &'static str,
     /// The message for people: the fault and its place.
     pub(super) message: String,
@@ -25,7 +26,7 @@ impl CaseRefusal {
         }
     }
 
-    /// Puts the name of a field of the case before the message.
+    /// Puts the name of a field of the case in front of the message.
     pub(super) fn of(self, field: &str) -> Self {
         Self {
             message: format!("{field}: {}", self.message),
@@ -105,7 +106,8 @@ impl From<AvalError> for CaseRefusal {
     }
 }
 
-/// Takes the name of the exception that the original of the sharding rules, in Python, raises.
+/// The error word is the name of the exception that the Python original of the sharding rules
+/// raises.
 impl From<RulesError> for CaseRefusal {
     fn from(error: RulesError) -> Self {
         Self::new(error.kind().name(), error.to_string())

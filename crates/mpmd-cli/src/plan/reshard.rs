@@ -47,7 +47,7 @@ struct BytesJson {
 }
 
 impl ReshardCase {
-    /// Fields of a case, and of its answer.
+    /// Names of the fields of a case and of its answer.
     pub(super) const FIELDS: [&str; 10] = [
         "shape",
         "dtype",

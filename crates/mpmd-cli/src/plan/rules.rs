@@ -12,7 +12,7 @@ use super::case::{read_axes, spec_json};
 use super::field::{Field, Malformed};
 use super::refusal::CaseRefusal;
 
-/// The maximum number of devices of a mesh that a case gives by its sizes. The planner has the same
+/// Maximum number of devices of a mesh that a case gives by its sizes. The planner has the same
 /// limit.
 const MOST_DEVICES: usize = 1 << 20;
 
@@ -25,13 +25,14 @@ pub(super) struct RulesCase {
     leaves: Vec<CaseLeaf>,
     strategy: Vec<(String, String)>,
     rules: Vec<(String, Vec<String>)>,
-    /// Logical names of the leaves that match a pattern.
+    /// Logical names of dimensions, as (pattern of leaf names, names). The names hold for leaves
+    /// that match the pattern.
     names: Vec<(String, Vec<Option<String>>)>,
-    /// (branch of state, branch of the parameters that it follows)
+    /// Pairs of (branch of the state, branch of the parameters with the same specs).
     state: Vec<(String, String)>,
 }
 
-/// A leaf `{shape, dtype, names?}` of `params`, with its path in the tree as `name`.
+/// A leaf `{shape, dtype, names?}` of `params`. `name` is its path in the tree.
 #[derive(Debug)]
 struct CaseLeaf {
     name: String,
@@ -42,7 +43,7 @@ struct CaseLeaf {
 }
 
 impl RulesCase {
-    /// Fields of a case, and of its answer.
+    /// Names of the fields of a case and of its answer.
     pub(super) const FIELDS: [&str; 8] = [
         "mesh", "params", "strategy", "rules", "names", "state", "specs", "notes",
     ];

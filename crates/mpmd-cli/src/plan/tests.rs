@@ -6,8 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::*;
 
-/// The number of elements of a list or fields of an object from which a change adds no further
-/// ones.
+/// Number of elements of a list, or fields of an object, at which a random change adds no more.
 const MOST: usize = 8;
 
 fn named(axes: Value, shape: Value, devices: Value, spec: Value) -> Value {

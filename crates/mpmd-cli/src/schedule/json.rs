@@ -17,9 +17,9 @@ struct ScheduleJson<'a> {
     /// The placement of stages on ranks: `loop`, `V` or `custom`.
     placement: &'a str,
     rank_of_stage: &'a [usize],
-    /// The cells of torch's text, by rank, as `0F1`.
+    /// The cells of torch's text, such as `0F1`, by rank.
     rows: Vec<Vec<String>>,
-    /// The hash of the text of the computations, in hexadecimal.
+    /// The hash of the computations as text, in hexadecimal.
     hash: String,
     unit: String,
     makespan: f64,

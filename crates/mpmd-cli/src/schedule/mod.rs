@@ -137,8 +137,8 @@ fn text(args: &ScheduleArgs, source: &ScheduleSource) -> Result<()> {
     write(path, text.to_csv())
 }
 
-/// Returns the computations and moves of each rank: those of the text if it has moves, else with
-/// the moves that the schedule needs.
+/// Returns the computations and moves of each rank. They come from the text if it has moves;
+/// otherwise the moves that the schedule needs are added.
 fn steps(source: &ScheduleSource) -> Result<Lowered> {
     match &source.text {
         Some(text) if text.flavour == Dialect::ComputeComms => Ok(Lowered::of_text(text)),

@@ -9,18 +9,18 @@ use mpmd_schedule::{Builtin, Costs, Dialect, Schedule, ScheduleText, by_cost, is
 use super::{RequestedDialect, ScheduleArgs, round, units};
 use crate::files::{note, read};
 
-/// A schedule with the text and costs from which it is shown.
+/// A schedule to show, with its text and costs.
 pub(super) struct ScheduleSource {
     pub(super) schedule: Schedule,
-    /// The text of the schedule's file; `None` if it comes from a name.
+    /// The text of the schedule's file. `None` for a schedule that was found by name.
     pub(super) text: Option<ScheduleText>,
-    /// The costs from the arguments.
+    /// The costs that the arguments give.
     pub(super) costs: Option<Costs>,
 }
 
 impl ScheduleSource {
-    /// Finds the schedule by name, file or search, as the arguments say. Fails if arguments or
-    /// files are wrong.
+    /// Finds the schedule that the arguments request: by name, file or search. Fails if arguments
+    /// or files are wrong.
     pub(super) fn find(args: &ScheduleArgs) -> Result<Self> {
         let path = Path::new(&args.name);
         let costs = args.costs.as_deref().map(read_costs).transpose()?;
@@ -51,15 +51,15 @@ impl ScheduleSource {
         Ok(source)
     }
 
-    /// Returns the costs of passes; one for each pass if none are given.
+    /// Returns the costs of passes. Each pass costs one if the arguments give no costs.
     pub(super) fn costs(&self) -> Costs {
         self.costs
             .clone()
             .unwrap_or_else(|| Costs::units(self.schedule.stages()))
     }
 
-    /// Searches for the order with the shortest step. Prints its length and those of the fixed
-    /// orders to standard error.
+    /// Searches for the order with the shortest step. Prints the step's length, and the lengths for
+    /// the built-in orders, to standard error.
     fn by_cost(args: &ScheduleArgs, costs: Option<&Costs>) -> Result<Self> {
         let (Some(ranks), Some(microbatches)) = (args.ranks, args.microbatches) else {
             bail!("ByCost needs --ranks and --microbatches");
@@ -131,7 +131,8 @@ impl ScheduleSource {
 ///
 /// # Errors
 ///
-/// If there is none of this name, if a number is missing, or if it does not exist for the numbers.
+/// If no schedule has this name, if a number is missing, or if the schedule does not exist for
+/// these numbers.
 pub(crate) fn built_in(
     name: &str,
     ranks: Option<usize>,
@@ -153,8 +154,8 @@ pub(crate) fn built_in(
 ///
 /// # Errors
 ///
-/// If the file cannot be read, or has something else. The error names the option that takes a file
-/// of costs.
+/// If the file cannot be read, or is not a schedule. For a file of costs, the error names the
+/// option that takes it.
 pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<ScheduleText> {
     let text = read(path)?;
     let here = path.display();
@@ -170,7 +171,8 @@ pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<Schedul
     ScheduleText::parse(&text, flavour).with_context(|| here.to_string())
 }
 
-/// Checks the requested ranks, microbatches and chunks against those of a file.
+/// Checks the requested numbers of ranks, microbatches and chunks against the numbers in a
+/// schedule's file.
 pub(crate) fn check_numbers(
     path: &Path,
     asked: [Option<usize>; 3],
@@ -196,7 +198,8 @@ pub(crate) fn read_costs(path: &Path) -> Result<Costs> {
     toml::from_str(&read(path)?).with_context(|| path.display().to_string())
 }
 
-/// True if an argument that is no schedule's name has the form of a path, or if the file exists.
+/// True if `path` has the form of a path, or if the file exists. Used for arguments that are not
+/// names of schedules.
 pub(crate) fn is_file(path: &Path) -> bool {
     path.components().count() > 1 || path.extension().is_some() || path.exists()
 }

@@ -6,7 +6,7 @@ use mpmd_schedule::Schedule;
 use mpmd_schedule::simulate::{Simulated, SimulatedSchedule};
 use mpmd_schedule::timeline::TimelineRow;
 
-/// The maximum number of characters for the whole step. In a longer table not all names fit.
+/// Maximum width of a step, in characters. In a longer table not all names fit.
 const LONGEST: f64 = 100_000.0;
 
 /// Returns the summary of the simulation and the table. The table is cut into pieces that fit
@@ -78,13 +78,13 @@ pub(super) fn table(
     text
 }
 
-/// Returns the name of a unit of time behind a number.
+/// Returns the name of a unit of time, as it is printed behind a number.
 pub(crate) fn units(unit: &str) -> &str {
     if unit == "unit" { "units" } else { unit }
 }
 
-/// Describes the length of a step, the part of it that the busiest rank waits, and the share of all
-/// ranks' time without work.
+/// Describes the length of a step, the time in it that the busiest rank waits, and the share of
+/// idle time on all ranks.
 pub(crate) fn step_length(found: &Simulated, unit: &str) -> String {
     format!(
         "{} {}, of which {} are beyond the busiest rank's compute time; ranks compute nothing \
@@ -115,8 +115,8 @@ fn scale(rows: &[TimelineRow], makespan: f64) -> f64 {
     ((longest_name + 1) as f64 / shortest).min(LONGEST / makespan)
 }
 
-/// Returns a rank's line of `columns` characters, in ASCII. `scale` is the number of characters per
-/// unit of time.
+/// Returns a rank's line of the table, with `columns` ASCII characters. `scale` is the number of
+/// characters per unit of time.
 fn bars(row: &TimelineRow, scale: f64, columns: usize) -> String {
     let mut line = vec![b'.'; columns];
     for bar in &row.bars {
@@ -136,8 +136,8 @@ fn bars(row: &TimelineRow, scale: f64, columns: usize) -> String {
     String::from_utf8_lossy(&line).into_owned()
 }
 
-/// Returns the line with the times of columns `from` to `until`, far enough apart to be read.
-/// `scale` is the number of characters per unit of time.
+/// Returns the table's line of times for the columns `from` to `until`, with gaps between the
+/// times. `scale` is the number of characters per unit of time.
 fn axis(from: usize, until: usize, scale: f64) -> String {
     let mut text = String::new();
     let step = (scale.round() as usize).max(1);

@@ -7,8 +7,8 @@ use anyhow::{Context as _, Result, bail};
 use mpmd_launch::{JobEnv, variables};
 use mpmd_rendezvous::Token;
 
-/// Returns (address of the rendezvous, token) of the job that `words` name: a process id or an
-/// address. Without words, those of the only job of this user on this machine.
+/// Returns (address of the rendezvous, token) of a job. `words` is the id of one of its processes,
+/// or an address. With `None`, finds the only job of this user on this machine.
 pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
     let Some(words) = words else {
         return only_job();
@@ -53,7 +53,7 @@ fn only_job() -> Result<(String, Token)> {
 ///
 /// # Errors
 ///
-/// If there is none, or there are several: they are listed.
+/// If there is no job, or there are several. The error lists several.
 pub(crate) fn process_of_only_job() -> Result<u32> {
     only_process().map(|(_, (pid, _))| pid)
 }
@@ -75,7 +75,7 @@ fn only_process() -> Result<(String, (u32, Token))> {
     }
 }
 
-/// Returns the jobs of this user on this machine by address: (the lowest process id, token).
+/// Returns the jobs of this user on this machine: by address, (lowest process id, token).
 fn jobs() -> BTreeMap<String, (u32, Token)> {
     let user = rustix::process::geteuid().as_raw();
     let folders = fs::read_dir("/proc").into_iter().flatten().flatten();

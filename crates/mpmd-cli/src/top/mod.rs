@@ -20,10 +20,10 @@ use crate::run::seconds;
 /// Time limit for the connection to the job and for its answers.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The shortest time between two looks: each asks all processes.
+/// Minimum interval between two looks, because each look queries all processes.
 const SHORTEST: Duration = Duration::from_millis(20);
 
-/// Clears a terminal and sets its cursor to the upper left corner.
+/// Terminal codes that clear the screen and move the cursor to the upper left corner.
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
 /// Arguments of `mpmd top`.
@@ -45,30 +45,30 @@ pub(crate) struct TopArgs {
     json: bool,
 }
 
-/// One look at a job.
+/// The state of a job at one moment, as `mpmd top` shows it.
 #[derive(Debug, Default, Serialize)]
 struct JobLook {
     /// The address of the job's rendezvous.
     job: String,
-    /// Time since the look before, in seconds.
+    /// Time since the previous look, in seconds.
     seconds: f64,
     processes: Vec<SeenProcess>,
 }
 
-/// One process in a look.
+/// The state of one process in a look.
 #[derive(Debug, Default, Serialize)]
 struct SeenProcess {
     process: u32,
-    /// The reason why the activity is not known, else `None`.
+    /// The reason why the activity of the process is unknown. `None` if it is known.
     unknown: Option<String>,
     activity: Option<Activity>,
-    /// Bytes that the process has sent per second since the look before.
+    /// Bytes that the process has sent per second since the previous look.
     sent_per_second: Option<f64>,
-    /// Bytes that others have sent to the process per second since the look before.
+    /// Bytes that others have sent to the process per second since the previous look.
     received_per_second: Option<f64>,
 }
 
-/// Shows a job until it ends.
+/// Shows the activity of a job until the job ends.
 pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
     let (address, token) = find::job(args.job.as_deref())?;
     let observer = JobObserver::connect(&address, token, TIMEOUT)
@@ -110,7 +110,7 @@ fn has_ended(error: &anyhow::Error) -> bool {
     )
 }
 
-/// Asks all processes of a job for their activity.
+/// Queries all processes of a job for their activity.
 fn look(observer: &JobObserver, address: &str) -> Result<JobLook> {
     let read = |status: Vec<u8>| {
         serde_json::from_slice::<Activity>(&status).map_err(|error| {
@@ -143,7 +143,7 @@ fn look(observer: &JobObserver, address: &str) -> Result<JobLook> {
 }
 
 impl JobLook {
-    /// Adds the rates since an earlier look, `passed` ago.
+    /// Adds the rates since the look `before`, which was taken `passed` ago.
     fn compare(&mut self, before: &JobLook, passed: Duration) {
         self.seconds = passed.as_secs_f64();
 

@@ -9,8 +9,8 @@ use mpmd_record::activity::Activity;
 
 use super::{JobLook, SeenProcess};
 
-/// Returns a table with a row of numbers for each process. Below it stand, for each process, the
-/// activity of its program and devices, and its waits.
+/// Returns a table with a row of numbers for each process. Below each row stand the activity of the
+/// process's program and devices, and its waits.
 pub(super) fn text(look: &JobLook) -> String {
     let head = [
         "process",
@@ -81,8 +81,8 @@ fn row(seen: &SeenProcess) -> Vec<String> {
     ]
 }
 
-/// Adds the activity of a process: its program on the line that has begun, and its devices and wait
-/// on lines of their own.
+/// Appends the activity of a process to `text`: its program on the current line, its devices and
+/// its wait on further lines.
 fn doing(text: &mut String, activity: &Activity) {
     let _ = write!(text, "its program {}", activity.program);
     let devices = activity.devices.iter();
@@ -102,8 +102,8 @@ fn doing(text: &mut String, activity: &Activity) {
     }
 }
 
-/// Shortens the description of an operation: long lists of arrays become `(…)`, and the place of
-/// the operation in a replayed step is left out.
+/// Shortens the description of an operation. Long lists of arrays become `(…)`, and the operation's
+/// place in a replayed step is left out.
 fn brief(text: &str) -> String {
     const LONGEST_LIST: usize = 24;
     let mut text = text.to_owned();
@@ -124,7 +124,7 @@ fn brief(text: &str) -> String {
     text
 }
 
-/// Returns the place of the parenthesis that closes the first one. `None` if none does.
+/// Returns the index of the parenthesis that closes the first one. `None` if it is not closed.
 fn closing(text: &str) -> Option<usize> {
     let mut depth = 0;
     text.bytes().position(|byte| {

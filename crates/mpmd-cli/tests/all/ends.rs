@@ -6,10 +6,10 @@ use rustix::process::Signal;
 
 use crate::run::{Job, mpmd};
 
-/// The words about a process that SIGKILL has ended.
+/// The message about a process that SIGKILL has ended.
 const KILLED: &str = "it was ended by signal 9 (SIGKILL); the system sends it when memory is full";
 
-/// Goes on until a trap ends it.
+/// A shell script that runs until a trap ends it.
 const ENDLESS: &str = "while :; do sleep 0.02; done";
 
 /// Starts two processes with this script before an endless loop. Returns the job after both have

@@ -231,7 +231,7 @@ fn wrong_names_and_places_are_refused_with_a_cure() {
     refused(&[], 2);
 }
 
-/// So a package that has `mpmd` as its only dependency compiles them too.
+/// Tests that a package with `mpmd` as its only dependency can compile the programs.
 #[test]
 fn programs_name_no_crate_but_mpmd() {
     for program in [CANDLE_PROGRAM, ARRAYS_PROGRAM] {

@@ -37,7 +37,7 @@ pub(crate) fn mpmd(args: &[&str], script: &str) -> Command {
 /// A running launcher. If it still runs when dropped, it is terminated.
 pub(crate) struct Job {
     child: Child,
-    /// `None` if it goes elsewhere, or is closed.
+    /// Standard output of the launcher. `None` if it goes elsewhere, or is closed.
     stdout: Option<BufReader<ChildStdout>>,
     stderr: BufReader<ChildStderr>,
 }

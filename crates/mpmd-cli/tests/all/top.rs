@@ -17,13 +17,14 @@ use crate::common::{Told, call};
 /// Time limit for a state of the job to be seen.
 const LONG: Duration = Duration::from_secs(40);
 
-/// The variable with the file that process 0 waits for before it issues its part or ends its steps.
+/// Environment variable with the path of a file. Process 0 waits for the file before it issues its
+/// part or ends its steps.
 const GO: &str = "MPMD_TEST_GO";
 
-/// A job whose processes wait for each other. It is ended when this is dropped.
+/// A job whose processes wait for each other. Dropping this ends the job.
 struct Job {
     launcher: Child,
-    /// Kept open: a job ends with the reader of its output.
+    /// The read end of the job's output, kept open because the job ends when it closes.
     _output: BufReader<ChildStdout>,
     go: PathBuf,
     /// The process ids of the two processes.

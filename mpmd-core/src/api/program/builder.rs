@@ -187,10 +187,10 @@ impl Builder {
     }
 
     /// Sets how far the program may run ahead: a number of operations with work on this process
-    /// that have not ended, and the bytes of their results. Pieces and small values that another
-    /// process keeps until it issues their operation count too. At either bound, issuing an
-    /// operation blocks. The defaults are 1024 operations and 4 GiB. More than 4096 operations
-    /// count as 4096, and 0 as 1.
+    /// that have not ended, and the bytes of their results. A payload that this process has sent
+    /// counts as one more operation, with its bytes, until the receiver has issued the operation
+    /// that takes it. At either bound, issuing an operation blocks. The defaults are 1024
+    /// operations and 4 GiB. More than 4096 operations count as 4096, and 0 as 1.
     pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
         // Handles that only alias another handle's memory complete one another recursively. The
         // stack limits the length of such a chain.

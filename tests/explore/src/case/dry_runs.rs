@@ -9,7 +9,7 @@ use mpmd_core::pipeline::flow::Flow;
 
 use super::*;
 
-/// Waits up to 20 seconds until this process has sent the expected bytes to each process. Returns
+/// Waits up to 20 seconds until this process has sent the `expected` bytes to each process. Returns
 /// the bytes sent so far, by receiver.
 fn sent(p: &Program, expected: &[u64]) -> Vec<u64> {
     let begin = now();
@@ -22,8 +22,8 @@ fn sent(p: &Program, expected: &[u64]) -> Vec<u64> {
     }
 }
 
-/// Checks for each transfer that only nodes of its receiver take it, and only after the sender's
-/// node that makes it, if any.
+/// Checks the nodes that take each transfer: they are on its receiver, and come after the sender's
+/// node that makes the transfer, if any.
 fn assert_before(flow: &Flow, seed: u64) {
     for (number, transfer) in flow.transfers.iter().enumerate() {
         let process = |node: u32| flow.lanes[flow.nodes[node as usize].lane as usize];

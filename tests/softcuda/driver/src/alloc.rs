@@ -59,8 +59,8 @@ api! {
 }
 
 api! {
-    /// Frees memory when the work issued before on `stream` is done; does not wait for it.
-    /// `address` is the first of an allocation of this process, or 0, which is ignored.
+    /// Frees memory when the work issued earlier on `stream` is done. Does not wait. `address` is
+    /// the first address of an allocation of this process, or 0, which is ignored.
     fn cuMemFreeAsync(address: u64, stream: Handle) {
         let stream = own_stream(stream)?;
         if address == 0 {
@@ -78,8 +78,8 @@ api! {
 }
 
 api! {
-    /// Returns the free and the total bytes of the current context's device. Only memory of this
-    /// process counts as used.
+    /// Returns the free and the total bytes of the current context's device. Memory of other
+    /// processes does not count as used.
     fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) {
         let context = current()?;
         context.check()?;
@@ -138,7 +138,7 @@ fn pointer_attribute(data: u64, attribute: u32, address: u64) -> Result {
     }
 }
 
-/// Makes an output pointer to a `T` from the address that C passed.
+/// Converts an address that C passed to an output pointer to a `T`.
 fn out<T>(address: u64) -> Out<T> {
     Out::untyped(address)
 }
@@ -186,17 +186,17 @@ api! {
     }
 }
 
-/// The handle of the default pool of device 0; those of the others follow.
+/// The handle of the default pool of device 0. The pool of device n has this handle plus n.
 const POOL: Handle = 1;
 
 api! {
-    /// Returns the pool of the memory of `cuMemAllocAsync`.
+    /// Returns the handle of a device's default pool, which holds the memory of `cuMemAllocAsync`.
     fn cuDeviceGetDefaultMemPool(pool: Out<Handle>, dev: i32) {
         pool.set(POOL + Handle::from(crate::device::device(dev)?))
     }
 }
 
-/// Returns the device of a default pool.
+/// Returns the device to which a default pool belongs.
 fn device_of(pool: Handle) -> Result<u32> {
     let device = pool
         .checked_sub(POOL)
@@ -205,8 +205,8 @@ fn device_of(pool: Handle) -> Result<u32> {
 }
 
 api! {
-    /// Sets an attribute of the default pool. Only the bytes that it may keep (4) have an effect:
-    /// beyond them freed memory goes back to the device, here at once.
+    /// Sets an attribute of a default pool. Only attribute 4 has an effect: the number of freed
+    /// bytes that the pool may hold. Further freed memory goes back to the device, here at once.
     fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: In<u64>) {
         let device = device_of(pool)?;
         let value = value.get()?;
@@ -222,8 +222,8 @@ api! {
 }
 
 api! {
-    /// Returns the bytes that the default pool may keep (4), that it has (5), and that its live
-    /// allocations have (7).
+    /// Returns an attribute of a default pool, in bytes: its limit on held memory (4), its memory
+    /// (5), or its live allocations (7).
     fn cuMemPoolGetAttribute(pool: Handle, attribute: u32, value: Out<u64>) {
         let usage = space().with_usage(device_of(pool)?, |usage| *usage);
         value.set(match attribute {
@@ -236,8 +236,8 @@ api! {
 }
 
 api! {
-    /// Gives freed memory of the default pool back to the device, until the pool has no more than
-    /// `least` bytes.
+    /// Returns freed memory of a default pool to the device, until the pool has at most `least`
+    /// bytes.
     fn cuMemPoolTrimTo(pool: Handle, least: usize) {
         space().with_usage(device_of(pool)?, |usage| usage.trim(least as u64));
         Ok(())

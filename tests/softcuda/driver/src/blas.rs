@@ -17,7 +17,7 @@ use crate::settings::CallKind;
 
 static HANDLES: Handles<Mutex<Library>> = Handles::new(7);
 
-/// Codes of `cublasStatus_t` that the functions of this file return.
+/// Status codes of cuBLAS, which the functions of this file return.
 const NOT_INITIALIZED: Code = Code(1);
 const INVALID_VALUE: Code = Code(7);
 const EXECUTION_FAILED: Code = Code(13);
@@ -51,14 +51,14 @@ blas! {
 }
 
 blas! {
-    /// Destroys a handle without waiting; work already issued still runs.
+    /// Destroys a handle without waiting. Work that is already issued still runs.
     fn cublasDestroy_v2(library: Handle) {
         HANDLES.remove(library).map(drop).map_err(|_| NOT_INITIALIZED)
     }
 }
 
 blas! {
-    /// Sets the stream on which later products are issued; the stream is checked only then.
+    /// Sets the stream on which later products are issued. Each product checks the stream.
     fn cublasSetStream_v2(library: Handle, stream: Handle) {
         handle(library)?.lock().stream = stream;
         Ok(())
@@ -125,7 +125,7 @@ blas! {
 }
 
 blas! {
-    /// Stores a mode that allows or forbids sums in varying order; it changes nothing here.
+    /// Stores a mode that allows or forbids sums in varying order. The mode has no effect here.
     fn cublasSetAtomicsMode(library: Handle, mode: u32) {
         handle(library)?.lock().atomics = mode;
         Ok(())
@@ -149,8 +149,8 @@ blas! {
 }
 
 blas! {
-    /// Returns one number of the version: 0 asks for the major one, 1 for the minor, 2 for the
-    /// patch.
+    /// Returns a number of the version. `which` selects it: 0 the major, 1 the minor, 2 the patch
+    /// number.
     fn cublasGetProperty(which: u32, value: Out<i32>) {
         value.set(match which {
             0 => 12,
@@ -197,8 +197,8 @@ extern "C" fn cublasGetStatusString(status: u32) -> *const c_char {
     text.as_ptr()
 }
 
-/// One matrix argument, or several matrices, as C passes it: device address, and distances of
-/// columns and of matrices in elements.
+/// A matrix argument of a call, or a batch of matrices. `leading` is the distance between columns,
+/// `stride` the distance between matrices, in elements.
 struct Side {
     address: u64,
     element: Element,
@@ -206,17 +206,18 @@ struct Side {
     stride: i64,
 }
 
-/// The arithmetic of a product, by `cublasComputeType_t`; `double` is true for sums in `f64`.
+/// The arithmetic of a product, derived from `cublasComputeType_t`. `double` is true for sums in
+/// `f64`.
 struct Way {
     rounding: Rounding,
     double: bool,
-    /// Type of alpha and beta.
+    /// Element type of alpha and beta.
     scale: Element,
 }
 
-/// All arguments of one call: `sizes` are (m, n, k); `alpha` and `beta` are addresses.
+/// The arguments of a call for a product. `sizes` are (m, n, k); `alpha` and `beta` are addresses.
 struct Call {
-    /// Operations on A and B: 0 takes the matrix as stored, 1 and 2 transpose it.
+    /// Operations on A and on B: 0 uses the matrix as stored, 1 and 2 transpose it.
     taken: [u32; 2],
     sizes: [i32; 3],
     alpha: u64,
@@ -238,7 +239,8 @@ fn element(kind: u32) -> Result<Element> {
     }
 }
 
-/// Returns the rounding of elements of A and B that a handle's mode selects for `f32` products.
+/// Returns the rounding of the elements of A and B that a handle's precision mode selects for `f32`
+/// products.
 fn by_mode(library: Handle) -> Result<Rounding> {
     let math = handle(library)?.lock().math & !16;
     Ok(if math == 3 {

@@ -13,7 +13,7 @@ use crate::source::{Kernel, prepare};
 
 const BEFORE: &str = include_str!("shim/before.h");
 const AFTER: &str = include_str!("shim/after.h");
-/// Headers of CUDA that kernels may include: (name used in `#include`, text).
+/// CUDA's headers that kernels may include, as (name in `#include`, text).
 const HEADERS: [(&str, &str); 3] = [
     ("cuda_fp16.h", include_str!("shim/cuda_fp16.h")),
     ("cuda_bf16.h", include_str!("shim/cuda_bf16.h")),
@@ -45,17 +45,18 @@ const FLAGS: [&str; 14] = [
 /// First line of a compiled image, in place of PTX's own first line.
 const MARK: &str = "// softcuda module, compiled for the CPU\n";
 
-/// The input of a compilation. It is also the key under which the image is kept for reuse.
+/// The input of a compilation, and the key of its image in the cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Program {
     pub(crate) source: String,
     /// File name of the source in the compiler's messages.
     pub(crate) name: String,
-    /// Headers: the name used in `#include`, and the text.
+    /// Headers, as (name in `#include`, text).
     pub(crate) headers: Vec<(String, String)>,
     /// Options for the preprocessor only, as `-DNAME=1`.
     pub(crate) options: Vec<String>,
-    /// Instances of template kernels that the module must offer by name, as C++ expressions.
+    /// C++ expressions for instances of template kernels that programs must find by name in the
+    /// module.
     pub(crate) expressions: Vec<String>,
 }
 
@@ -88,11 +89,11 @@ pub(crate) fn compile(program: &Program) -> Result<Arc<Vec<u8>>, String> {
 /// The reason why this driver cannot load an image.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Refused {
-    /// The image is not of softcuda; real PTX, for example.
+    /// The image was not made by softcuda; for example, it is real PTX.
     Foreign,
     /// Another version of softcuda compiled it.
     OtherVersion,
-    /// The image begins as one of softcuda, but the rest is damaged.
+    /// The image has softcuda's first line, but the rest is damaged.
     Damaged,
 }
 
@@ -117,13 +118,13 @@ pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
         .ok_or(Refused::Damaged)
 }
 
-/// Returns true if `first` begins like an image of softcuda. It must hold at least `MARK_LENGTH`
-/// bytes of the image.
+/// True if `first` begins like an image of softcuda. `first` must hold at least `MARK_LENGTH` bytes
+/// of the image.
 pub(crate) fn is_image(first: &[u8]) -> bool {
     first.starts_with(MARK.as_bytes())
 }
 
-/// Bytes at the start of an image that [`is_image`] compares.
+/// Number of bytes at the start of an image that [`is_image`] compares.
 pub(crate) const MARK_LENGTH: usize = MARK.len();
 
 /// Returns a hash of the C++ text that softcuda puts around kernels, headers included. Images
@@ -133,7 +134,7 @@ pub(crate) fn version() -> u64 {
     hash(BEFORE.bytes().chain(AFTER.bytes()).chain(headers))
 }
 
-/// FNV-1a.
+/// Returns the FNV-1a hash of some bytes.
 fn hash(bytes: impl Iterator<Item = u8>) -> u64 {
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
@@ -216,7 +217,8 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     Ok(library)
 }
 
-/// A compiled module on disk: the length of the key, the key and the library.
+/// A compiled module in a file of the cache. The file has the length of the key, the key, and the
+/// library.
 struct Kept<'a> {
     folder: &'a Path,
     path: PathBuf,
@@ -224,7 +226,8 @@ struct Kept<'a> {
 }
 
 impl<'a> Kept<'a> {
-    /// Names the file by a hash of `key`: compiler, flags and source. The file repeats the key.
+    /// Creates the entry for `key`, which has the compiler, the flags and the source. The file's
+    /// name is a hash of the key.
     fn new(folder: &'a Path, key: &'a str) -> Self {
         Self {
             folder,
@@ -233,7 +236,7 @@ impl<'a> Kept<'a> {
         }
     }
 
-    /// Returns the library. `None` if there is no file, or another key's.
+    /// Reads the library. `None` if there is no file, or if the file has another key.
     fn read(&self) -> Option<Vec<u8>> {
         let bytes = std::fs::read(&self.path).ok()?;
         let (length, rest) = bytes.split_first_chunk::<8>()?;
@@ -242,7 +245,7 @@ impl<'a> Kept<'a> {
         (key == self.key.as_bytes()).then(|| library.to_vec())
     }
 
-    /// Writes the library. Readers see all of the file or none of it.
+    /// Writes the library. Other processes see the whole file or no file.
     fn write(&self, library: &[u8]) -> io::Result<()> {
         std::fs::create_dir_all(self.folder)?;
         let mut file = tempfile::NamedTempFile::new_in(self.folder)?;

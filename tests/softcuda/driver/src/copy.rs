@@ -13,14 +13,14 @@ use crate::handles::Handle;
 use crate::host::{HostBlock, pinned};
 use crate::settings::CallKind;
 
-/// The position in memory of the first row of a copy, on one side.
+/// One side of a copy: the position of its first row in memory, and the distances of rows.
 #[derive(Clone, Copy)]
 struct CopyEnd {
     address: u64,
-    /// Bytes from one row to the next; `slice` is the bytes from one slice to the next.
+    /// Bytes from one row to the next. `slice` is the number of bytes from one slice to the next.
     pitch: u64,
     slice: u64,
-    /// The kind of memory that the call requires there.
+    /// The kind of memory that the called function requires on this side.
     required: RequiredMemory,
 }
 
@@ -56,14 +56,13 @@ impl Extent {
         self.width * self.height * self.depth
     }
 
-    /// Returns the number of bytes from the first to the last one accessed at `place`, both
-    /// included. The copy has at least one byte.
+    /// Returns the number of bytes from the first accessed byte at `place` to the last, inclusive.
+    /// The copy must have at least one byte.
     fn reach(&self, place: &CopyEnd) -> u64 {
         (self.depth - 1) * place.slice + (self.height - 1) * place.pitch + self.width
     }
 
-    /// Returns for each row (offset from the start of `from`, offset from the start of `to`), in
-    /// bytes.
+    /// Returns the byte offsets of each row, as (offset in `from`, offset in `to`).
     fn rows(self, from: CopyEnd, to: CopyEnd) -> impl Iterator<Item = (u64, u64)> {
         (0..self.depth).flat_map(move |z| {
             (0..self.height)
@@ -100,17 +99,16 @@ enum RequiredMemory {
     Any,
 }
 
-/// The kind of a copy call. A synchronous one also waits for copies between device and pinned or
-/// pageable memory.
+/// The kind of a copy call. A synchronous call also waits for copies between a device and the host.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Synchronous,
     Asynchronous,
 }
 
-/// Issues a copy in a stream, and blocks until it is done in the cases where CUDA does. Pageable
-/// source memory is read before the return. Fails with `CUDA_ERROR_INVALID_VALUE` for memory of a
-/// wrong kind.
+/// Issues a copy in a stream. Blocks until the copy is done if CUDA does so for these kinds of
+/// memory. Reads pageable source memory before it returns. Fails with `CUDA_ERROR_INVALID_VALUE`
+/// for a wrong kind of memory.
 fn copy(stream: &Arc<Stream>, to: CopyEnd, from: CopyEnd, extent: Extent, when: When) -> Result {
     if extent.bytes() == 0 {
         return Ok(());
@@ -217,7 +215,7 @@ fn stage(from: &CopyEnd, extent: &Extent) -> Vec<u8> {
     bytes
 }
 
-/// Copies the rows at once, in the calling thread: the thread of a stream.
+/// Copies the rows in the calling thread, which is the thread of a stream.
 ///
 /// # Errors
 ///
@@ -369,8 +367,9 @@ api! {
     }
 }
 
-/// Fails with `CUDA_ERROR_INVALID_VALUE` if the address is in an allocation of another device than
-/// the context's. Fails with `CUDA_ERROR_INVALID_CONTEXT` for an unknown context.
+/// Checks that an address belongs to a context's device. Fails with `CUDA_ERROR_INVALID_VALUE` if
+/// its allocation is on another device. Fails with `CUDA_ERROR_INVALID_CONTEXT` for an unknown
+/// context.
 fn of_context(address: u64, context: Handle) -> Result {
     let device = crate::device::context(context)
         .map_err(|_| Code::INVALID_CONTEXT)?
@@ -430,7 +429,7 @@ struct Copy3D {
     depth: usize,
 }
 
-/// The base address of one side of a copy.
+/// The base address of one side of a copy, and the kind of memory that it must be in.
 struct BaseAddress {
     address: u64,
     required: RequiredMemory,
@@ -442,8 +441,8 @@ impl BaseAddress {
     }
 }
 
-/// Returns the base address for CUDA's number of a memory type. Fails for arrays, which are
-/// unsupported.
+/// Returns the base address that CUDA's number of a memory type selects. Fails for arrays, which
+/// are unsupported.
 fn base(memory_type: u32, host: u64, device: u64) -> Result<BaseAddress> {
     match memory_type {
         1 => Ok(BaseAddress::new(host, RequiredMemory::Host)),

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 static CALLS: LazyLock<Mutex<HashMap<&'static str, u64>>> = LazyLock::new(Mutex::default);
 static BYTES: [AtomicU64; 6] = [const { AtomicU64::new(0) }; 6];
 
-/// The kinds of memory that a copy reads and writes.
+/// The direction of a copy, by the kinds of memory that it reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moved {
     /// From pinned host memory to a device.

@@ -8,9 +8,9 @@ use crate::counters;
 use crate::error::{Code, Result, row};
 use crate::faults;
 
-/// Defines a function under its C name. The body is safe code that returns a [`Result`]; `$code`
-/// converts the driver's error code into the code of NVRTC, cuBLAS or NCCL. The call is counted
-/// under its name. A panic in the body becomes `CUDA_ERROR_UNKNOWN`.
+/// Defines a function under its C name. Its body is safe code that returns a [`Result`]. `$code`
+/// converts the driver's error code into a code of NVRTC, cuBLAS or NCCL. Each call is counted. A
+/// panic in the body becomes `CUDA_ERROR_UNKNOWN`.
 macro_rules! exported {
     ($code:path; $(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
         $(#[$doc])*
@@ -83,8 +83,8 @@ pub(crate) fn code_of_nccl(code: u32) -> u32 {
     }
 }
 
-/// Runs the body of an exported function and returns its code, 0 for success. Counts the call.
-/// Skips the body if a test requested that this call fails. Catches panics.
+/// Runs the body of an exported function and returns its code; 0 is success. Counts the call. Skips
+/// the body if a test has requested that this call fails. Catches panics.
 pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     counters::called(name);
     match catch_unwind(AssertUnwindSafe(|| {
@@ -96,15 +96,15 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     }
 }
 
-/// A pointer through which C wants a value back.
+/// A pointer through which C receives a value.
 ///
-/// Values of this type come only from callers of exported functions, which are unsafe to call.
-/// Those callers promise that the pointer is null or may be written.
+/// Only callers of exported functions create values of this type, and these functions are unsafe to
+/// call. The callers promise that the pointer is null or may be written.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
-    /// Writes the value.
+    /// Writes a value through the pointer.
     ///
     /// # Errors
     ///
@@ -115,7 +115,7 @@ impl<T> Out<T> {
         Ok(())
     }
 
-    /// Writes the value unless the pointer is null.
+    /// Writes a value through the pointer, unless the pointer is null.
     pub(crate) fn set_if_wanted(&self, value: T) {
         if !self.0.is_null() {
             // SAFETY: the caller of the exported function promised that a pointer that is not null
@@ -125,7 +125,7 @@ impl<T> Out<T> {
         }
     }
 
-    /// Writes values one after another, as an array without a length check. Fails with
+    /// Writes values one after another, as an array whose length is not checked. Fails with
     /// `CUDA_ERROR_INVALID_VALUE` for a null pointer.
     pub(crate) fn set_all(&self, values: impl IntoIterator<Item = T>) -> Result {
         self.required()?;
@@ -136,13 +136,13 @@ impl<T> Out<T> {
         Ok(())
     }
 
-    /// Makes a pointer from an address; another argument of the call determines its type.
+    /// Creates a pointer from an address, for calls in which another argument determines the type.
     pub(crate) fn untyped(address: u64) -> Self {
         Out(address as *mut T)
     }
 
-    /// Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer. Callers use it before an effect
-    /// that they would have to undo.
+    /// Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer. Callers check this before an
+    /// effect that they would have to undo.
     pub(crate) fn required(&self) -> Result {
         if self.0.is_null() {
             Err(Code::INVALID_VALUE)
@@ -152,8 +152,8 @@ impl<T> Out<T> {
     }
 }
 
-/// A pointer to one value or an array that C passes. As with [`Out`], only callers of exported
-/// functions create one.
+/// A pointer to one value or an array that C passes. As for [`Out`], only callers of exported
+/// functions create values of this type.
 #[repr(transparent)]
 pub(crate) struct In<T>(*const T);
 
@@ -166,7 +166,7 @@ impl<T> Clone for In<T> {
 impl<T> Copy for In<T> {}
 
 impl<T: Copy> In<T> {
-    /// Returns the value at an index in elements of `T`. The array's length is unknown and not
+    /// Returns element `index` of the array at the pointer. The array's length is unknown and not
     /// checked.
     ///
     /// # Errors
@@ -181,13 +181,13 @@ impl<T: Copy> In<T> {
         Ok(unsafe { self.0.add(index).read_unaligned() })
     }
 
-    /// Returns the first value. Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer.
+    /// Returns the value at the pointer. Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer.
     pub(crate) fn get(&self) -> Result<T> {
         self.at(0)
     }
 
-    /// Copies the first `count` bytes behind the pointer. Fails with `CUDA_ERROR_INVALID_VALUE` for
-    /// a null pointer.
+    /// Copies `count` bytes from the pointer on. Fails with `CUDA_ERROR_INVALID_VALUE` for a null
+    /// pointer.
     pub(crate) fn bytes(&self, count: usize) -> Result<Vec<u8>> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
@@ -196,7 +196,7 @@ impl<T: Copy> In<T> {
         Ok(unsafe { std::slice::from_raw_parts(self.0.cast::<u8>(), count) }.to_vec())
     }
 
-    /// Makes a pointer from an address; another argument of the call determines its type.
+    /// Creates a pointer from an address, for calls in which another argument determines the type.
     pub(crate) fn untyped(address: u64) -> In<T> {
         In(address as *const T)
     }
@@ -212,12 +212,12 @@ impl<T: Copy> In<T> {
 pub(crate) struct Text(*const c_char);
 
 impl Text {
-    /// Makes a text from a pointer, such as an element of an array of texts.
+    /// Creates a text from a pointer, such as an element of an array of texts.
     pub(crate) fn untyped(pointer: *const c_char) -> Text {
         Text(pointer)
     }
 
-    /// Returns a copy of the text; bytes that are not UTF-8 are replaced.
+    /// Returns a copy of the text. Bytes that are not UTF-8 are replaced.
     ///
     /// # Errors
     ///

@@ -10,17 +10,18 @@ use crate::error::{Code, Result};
 use crate::settings::{CallKind, Plan, plan, settings};
 
 static PLAN: LazyLock<Mutex<Plan>> = LazyLock::new(|| Mutex::new(settings().fail.clone()));
-/// True if any failure was ever requested; otherwise calls skip the lock of `PLAN`.
+/// True if a failure was ever requested. Otherwise calls need not lock `PLAN`.
 static PLANNED: LazyLock<AtomicBool> =
     LazyLock::new(|| AtomicBool::new(!settings().fail.is_empty()));
 
-/// Counts a call of a kind. Fails, with a message on standard error, if a failure is requested for
-/// this call. A requested failure happens once.
+/// Counts a call of a kind. If a failure is requested for this call, prints a message and fails.
+/// Each request makes one call fail.
 ///
 /// # Errors
 ///
 /// `CUDA_ERROR_ILLEGAL_ADDRESS` for a copy or launch. `CUDA_ERROR_OUT_OF_MEMORY` for allocations,
-/// events and streams. A function fails with the requested code, or with one that suits its name.
+/// events and streams. A function fails with the requested code, or with a code that suits its
+/// name.
 pub(crate) fn meet(kind: CallKind) -> Result {
     if !PLANNED.load(Ordering::Relaxed) {
         return Ok(());
@@ -52,15 +53,15 @@ pub(crate) enum First {
     Product,
 }
 
-/// Sleeps for the time `SOFTCUDA_FIRST` at the first call with this kind in the process. Calls that
-/// come meanwhile wait for its end.
+/// Sleeps for the time `SOFTCUDA_FIRST` if this is the process's first call with this kind. Other
+/// calls with it wait for the end of the sleep.
 pub(crate) fn first(kind: First) {
     static ONCE: [Once; 4] = [const { Once::new() }; 4];
     ONCE[kind as usize].call_once(|| std::thread::sleep(settings().first));
 }
 
-/// Counts a call of the exported function `name`, and fails if a test requested a failure for it.
-/// See [`meet`].
+/// Counts a call of the exported function `name`, and fails if a test has requested a failure for
+/// it. See [`meet`].
 pub(crate) fn meet_call(name: &str) -> Result {
     if PLANNED.load(Ordering::Relaxed) {
         meet(CallKind::Function(name.to_owned()))

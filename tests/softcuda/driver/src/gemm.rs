@@ -28,17 +28,18 @@ impl Element {
     }
 }
 
-/// The precision to which the elements of A and B are rounded before the multiplication.
+/// The precision to which elements of A and B are rounded before they are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rounding {
     Exact,
-    /// Ten bits of mantissa.
+    /// TF32: ten bits of mantissa.
     Tf32,
     F16,
     Bf16,
 }
 
-/// A matrix in device memory, stored by columns, or several of equal shape at equal distances.
+/// A matrix in device memory, stored by columns, or a batch of matrices of one shape at equal
+/// distances.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
     pub(crate) address: u64,
@@ -47,7 +48,7 @@ pub(crate) struct Matrix {
     pub(crate) leading: u64,
     /// Elements from the start of one matrix to the next.
     pub(crate) stride: u64,
-    /// Rows as stored, before a transposition.
+    /// Number of rows of the stored matrix, before any transposition.
     pub(crate) rows: u64,
     pub(crate) columns: u64,
     /// True if the product uses the transposed matrix.
@@ -55,8 +56,8 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    /// Returns the number of bytes from the first to the last element of `batch` matrices, both
-    /// included; 0 if there is no element.
+    /// Returns the number of bytes from the first element of `batch` matrices to the last,
+    /// inclusive. 0 if there is no element.
     pub(crate) fn reach(&self, batch: u64) -> u64 {
         if self.rows == 0 || self.columns == 0 || batch == 0 {
             return 0;
@@ -74,8 +75,8 @@ impl Matrix {
         }
     }
 
-    /// Returns the offset of an element from the start of the matrix, in elements. Row and column
-    /// are those after the transposition.
+    /// Returns the offset in elements of an element from the start of the matrix. `row` and
+    /// `column` are positions after the transposition.
     fn at(&self, row: u64, column: u64) -> usize {
         let (row, column) = if self.transposed {
             (column, row)
@@ -86,8 +87,8 @@ impl Matrix {
     }
 }
 
-/// Alpha or beta of a product: known when the product is issued, or read when it runs, from (device
-/// address, element type).
+/// Alpha or beta of a product. It is known when the product is issued, or is read from (device
+/// address, element type) when the product runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Scale {
     Known(f64),
@@ -113,7 +114,7 @@ pub(crate) struct Product {
     pub(crate) a: Matrix,
     pub(crate) b: Matrix,
     pub(crate) c: Matrix,
-    /// Length of the sums: the columns of A after its transposition.
+    /// Number of terms in each sum: the columns of A after its transposition.
     pub(crate) inner: u64,
     pub(crate) batch: u64,
     pub(crate) alpha: Scale,
@@ -127,8 +128,8 @@ pub(crate) struct Product {
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` if a matrix that is used, or a scale in device memory, is not
-/// entirely in one live allocation. A and B are not used if alpha or `inner` is 0.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` if a matrix, or a scale in device memory, is not entirely in one
+/// live allocation. A and B are not accessed if alpha or `inner` is 0.
 pub(crate) fn compute(product: &Product) -> Result {
     if product.double {
         compute_in::<f64>(product)
@@ -137,7 +138,7 @@ pub(crate) fn compute(product: &Product) -> Result {
     }
 }
 
-/// The type in which sums are computed.
+/// A float type in which sums are computed.
 trait Real: Copy + Default + Add<Output = Self> + Mul<Output = Self> + AddAssign {
     fn from_wide(value: f64) -> Self;
     fn to_wide(self) -> f64;
@@ -161,7 +162,7 @@ impl Real for f64 {
     }
 }
 
-/// Rows of the tile of C that is computed in registers; `BROAD` is its number of columns.
+/// Number of rows of the tile of C that is computed in registers. `BROAD` is the number of columns.
 const TALL: usize = 8;
 const BROAD: usize = 4;
 
@@ -258,9 +259,8 @@ fn compute_in<T: Real>(product: &Product) -> Result {
     Ok(())
 }
 
-/// Copies a factor into panels of `broad` rows of A (or columns of B). For each of the `sums`
-/// indices of the sum, a panel holds `broad` values side by side, with zeros beyond the end of the
-/// matrix.
+/// Copies a factor into panels of `broad` rows of A, or columns of B. For each of the `sums` terms,
+/// a panel has `broad` values side by side. Beyond the end of the matrix they are zero.
 fn pack<T: Real>(
     into: &mut Vec<T>,
     broad: usize,
@@ -282,8 +282,8 @@ fn pack<T: Real>(
     }
 }
 
-/// Returns one tile of A times B, by column and then by row: `left` is a panel of A, `right` one of
-/// B.
+/// Returns one tile of the product, as columns of rows. `left` is a panel of A, `right` is a panel
+/// of B.
 fn tile<T: Real>(left: &[T], right: &[T]) -> [[T; TALL]; BROAD] {
     let mut sums = [[T::default(); TALL]; BROAD];
     for (a, b) in left

@@ -12,8 +12,8 @@ use crate::error::{Code, Result};
 /// An opaque handle such as `CUstream` or `CUevent`: a pointer in C, never dereferenced here.
 pub(crate) type Handle = u64;
 
-/// The live objects of one kind (streams, events, ...), by handle. Each object stays until it is
-/// removed.
+/// The live objects of one kind (streams, events, ...), by handle. An object lives at least until
+/// it is removed.
 pub(crate) struct Handles<T> {
     kind: u64,
     next: AtomicU64,
@@ -21,7 +21,7 @@ pub(crate) struct Handles<T> {
 }
 
 impl<T> Handles<T> {
-    /// Creates an empty table. `kind` is a part of each handle and must be another number for each
+    /// Creates an empty table. `kind` is a part of each handle, and must be different for each
     /// table.
     pub(crate) const fn new(kind: u64) -> Self {
         Handles {
@@ -64,8 +64,8 @@ impl<T> Handles<T> {
         objects.filter(|object| is_one(object)).count() as u64
     }
 
-    /// Removes an object; other holders keep it alive. Fails with `CUDA_ERROR_INVALID_HANDLE` if
-    /// the handle has no object.
+    /// Removes the object of a handle and returns it. Other holders keep it alive. Fails with
+    /// `CUDA_ERROR_INVALID_HANDLE` if the handle has no object.
     pub(crate) fn remove(&self, handle: Handle) -> Result<Arc<T>> {
         self.live
             .write()

@@ -12,8 +12,8 @@ use crate::error::{Code, Result};
 use crate::faults::meet;
 use crate::settings::{CallKind, settings};
 
-/// Valid flags of `cuMemHostAlloc`: portable, device map, write combined. `REGISTER_FLAGS` is for
-/// `cuMemHostRegister`: portable, device map, I/O memory, read only.
+/// Valid flags of `cuMemHostAlloc`: portable, device map, write combined. `REGISTER_FLAGS` are
+/// those of `cuMemHostRegister`: portable, device map, I/O memory, read only.
 const ALLOC_FLAGS: u32 = 1 | 2 | 4;
 const REGISTER_FLAGS: u32 = 1 | 2 | 4 | 8;
 
@@ -25,13 +25,13 @@ pub(crate) struct HostBlock {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     flags: u32,
-    /// True if the driver allocated the range and must unmap it; registered memory is the
-    /// program's.
+    /// True if the driver allocated the range and must unmap it. False for registered memory, which
+    /// belongs to the program.
     owned: bool,
 }
 
-/// Returns the pinned block that contains all of the `bytes` bytes from `address` on; `None` if
-/// there is no such block.
+/// Returns the pinned block that contains all `bytes` bytes from `address` on. `None` if no block
+/// does.
 pub(crate) fn pinned(address: u64, bytes: u64) -> Option<Arc<HostBlock>> {
     let table = PINNED.read();
     let (_, block) = table.range(..=address).next_back()?;
@@ -114,7 +114,7 @@ api! {
 
 api! {
     /// Registers memory of the program as pinned; its pages are not really locked. Fails if a byte
-    /// of it is already pinned, or if it begins in device memory.
+    /// of the memory is already pinned, or if it begins in device memory.
     fn cuMemHostRegister_v2(pointer: u64, bytes: usize, flags: u32) {
         current()?.check()?;
         let is_nothing = pointer == 0 || bytes == 0;
@@ -152,8 +152,8 @@ api! {
 }
 
 api! {
-    /// Returns the flags with which memory was allocated or registered; `pointer` is any address in
-    /// it.
+    /// Returns the flags with which pinned memory was allocated or registered. `pointer` is any
+    /// address in the memory.
     fn cuMemHostGetFlags(flags: Out<u32>, pointer: u64) {
         current()?.check()?;
         flags.set(pinned(pointer, 1).ok_or(Code::INVALID_VALUE)?.flags)

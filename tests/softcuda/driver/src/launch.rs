@@ -21,11 +21,11 @@ use crate::host::pinned;
 use crate::settings::CallKind;
 
 const MOST_THREADS: usize = 1024;
-/// Stack size in bytes of a fiber, which runs one thread of a block. Not a power of two: otherwise
-/// equal offsets in all stacks would compete for the same few cache lines.
+/// Stack size in bytes of a fiber, which runs one thread of a block. It is not a power of two:
+/// otherwise equal offsets in all stacks would compete for the same cache lines.
 const STACK: usize = (64 << 10) + 13 * 64;
 
-/// The description of a launch for the module's compiled code; has the layout of `__sc_launch` in
+/// The arguments of a launch for the module's compiled code, in the layout of `__sc_launch` in
 /// `after.h`.
 #[repr(C)]
 struct Launch {
@@ -43,14 +43,14 @@ struct Launch {
 struct Slot([u8; 16]);
 
 thread_local! {
-    /// Jump buffer to which a memory fault in this thread's kernel jumps; null while no kernel
+    /// Jump buffer for memory faults of the kernel that runs in this thread. Null while no kernel
     /// runs.
     static ESCAPE: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
     static STACKS: Stacks = Stacks::map();
 }
 
-/// Stacks for the fibers of one thread, for the largest block; pages that were never used occupy no
-/// memory.
+/// Stacks for all fibers of one thread, enough for the largest block. Pages that were never used
+/// occupy no memory.
 struct Stacks(*mut u8);
 
 impl Stacks {
@@ -80,12 +80,12 @@ impl Drop for Stacks {
 }
 
 unsafe extern "C" {
-    /// Jumps to a buffer that `sigsetjmp` filled, as C's `siglongjmp`, which the `libc` crate does
-    /// not declare.
+    /// Jumps to a buffer that `sigsetjmp` filled. This is C's `siglongjmp`, which the `libc` crate
+    /// does not declare.
     fn siglongjmp(to: *mut c_void, value: c_int) -> !;
 }
 
-/// The handlers of SIGSEGV and SIGBUS, in this order, that were installed before ours.
+/// The handlers of SIGSEGV and of SIGBUS that were installed before this driver's.
 static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 
 /// Installs signal handlers that turn memory faults of kernels into errors, once per process. Other
@@ -153,8 +153,9 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
     }
 }
 
-/// Copies the arguments of a launch into slots. Device addresses in them are moved to the alias
-/// that the driver can access. A pointer to pageable host memory becomes an address that faults.
+/// Packs the arguments of a launch into slots. Device addresses become addresses in the alias,
+/// through which the driver accesses memory. A pointer to pageable host memory becomes an address
+/// that faults.
 fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     let mut slots = Vec::new();
 
@@ -186,8 +187,8 @@ fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     Ok(slots)
 }
 
-/// Runs a kernel in the calling thread until it ends. `shared` is the dynamic shared memory in
-/// bytes. Fails with the kernel's error code, for example for an illegal address.
+/// Runs a kernel in the calling thread until it ends. `shared` is the bytes of dynamic shared
+/// memory. Fails with the kernel's error code, for example for an illegal address.
 fn run(
     kernel: &Kernel,
     mut arguments: Vec<Slot>,
@@ -240,9 +241,9 @@ fn run(
 }
 
 api! {
-    /// Launches a kernel in a stream and returns without waiting for it. `shared` is the dynamic
-    /// shared memory in bytes. Accesses declared for this stream by `softcuda_note_use` are checked
-    /// for races.
+    /// Launches a kernel in a stream, and returns without waiting. `shared` is the bytes of dynamic
+    /// shared memory. Checks the accesses that `softcuda_note_use` declared for this stream for
+    /// races.
     fn cuLaunchKernel(
         function: Handle,
         grid_x: u32,

@@ -6,11 +6,11 @@ use std::ptr::{self, NonNull};
 
 use crate::error::{Code, Result};
 
-/// A type that several processes may share as a value in a mapped file.
+/// A type whose values several processes may share in a mapped file.
 ///
 /// # Safety
 ///
-/// Any bytes are a valid value, and any threads of any processes may use it at the same time.
+/// Any bytes are a valid value, and any threads of any processes may use a value at the same time.
 pub(crate) unsafe trait Page {}
 
 /// A value of type `P` in a file, mapped into this process for reading and writing. Dropping it
@@ -23,7 +23,7 @@ unsafe impl<P: Page> Send for Mapped<P> {}
 unsafe impl<P: Page> Sync for Mapped<P> {}
 
 impl<P: Page> Mapped<P> {
-    /// Maps the start of a file, which must have at least the bytes of `P`; the length is not
+    /// Maps the start of a file. The file must be at least as long as a `P`; its length is not
     /// checked. Fails with `CUDA_ERROR_MAP_FAILED`.
     pub(crate) fn of(file: &OwnedFd) -> Result<Self> {
         // SAFETY: new addresses, for a file that is as long as the page.

@@ -5,12 +5,12 @@ use std::process::Command;
 
 use crate::compile::{Program, compile};
 
-/// Headers of the host and of CUDA that sources may include. All have the text of `nvcc.h`.
+/// Headers of the host and of CUDA that sources may include. Each has the text of `nvcc.h`.
 const HOST_HEADERS: [&str; 5] = ["stdint.h", "cmath", "math.h", "cuda.h", "cuda/std/limits"];
 const HOST: &str = include_str!("shim/nvcc.h");
 
-/// Sources with instructions that this driver lacks: products of quantized numbers. The module of
-/// such a source has no kernels.
+/// Names of sources that use instructions which this driver lacks, for products of quantized
+/// numbers. The module of such a source has no kernels.
 const WITHOUT_KERNELS: [&str; 1] = ["quantized.cu"];
 
 /// Runs the compiler with the arguments of a command line.

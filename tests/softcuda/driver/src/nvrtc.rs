@@ -14,7 +14,7 @@ use crate::settings::CallKind;
 
 static PROGRAMS: Handles<Mutex<State>> = Handles::new(6);
 
-/// Codes of `nvrtcResult` that the functions of this file return.
+/// Result codes of NVRTC, which the functions of this file return.
 const INVALID_INPUT: Code = Code(3);
 const INVALID_PROGRAM: Code = Code(4);
 const INVALID_OPTION: Code = Code(5);
@@ -28,11 +28,11 @@ const NAME_NOT_VALID: Code = Code(10);
 struct State {
     program: Program,
     image: Option<Arc<Vec<u8>>>,
-    /// True if the last compilation was for a real architecture (`sm_*`); only then is there a
+    /// True if the last compilation was for a real architecture (`sm_*`). Only then is there a
     /// CUBIN.
     real: bool,
     log: String,
-    /// Template instances, as (requested expression, name for C). `nvrtcGetLoweredName` returns
+    /// Template instances, as (requested expression, name in C). `nvrtcGetLoweredName` returns
     /// pointers to the names, so they live as long as the program.
     lowered: Vec<(String, CString)>,
 }
@@ -125,8 +125,9 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
     Ok((passed, real))
 }
 
-/// Returns (compiled image without a final zero, true if it is for a real architecture). Fails with
-/// `NVRTC_ERROR_INVALID_PROGRAM` if the handle is unknown or the program is not compiled.
+/// Returns the compiled image without a final zero, and true if it is for a real architecture.
+/// Fails with `NVRTC_ERROR_INVALID_PROGRAM` if the handle is unknown or the program is not
+/// compiled.
 fn image(handle: Handle) -> Result<(Arc<Vec<u8>>, bool)> {
     let program = program(handle)?;
     let program = program.lock();
@@ -138,8 +139,8 @@ fn image(handle: Handle) -> Result<(Arc<Vec<u8>>, bool)> {
 }
 
 nvrtc! {
-    /// Returns the version of NVRTC. The minor version is one that no real NVRTC has: it depends on
-    /// the C++ text that softcuda puts around kernels. So a cache keyed by version never mixes
+    /// Returns the version of NVRTC. The minor version depends on the C++ text that softcuda puts
+    /// around kernels, and is none of a real NVRTC. So a cache that is keyed by version never mixes
     /// images of different versions of softcuda.
     fn nvrtcVersion(major: Out<i32>, minor: Out<i32>) {
         major.set(12)?;
@@ -201,14 +202,14 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Destroys a program; its handle and the names that it returned become invalid.
+    /// Destroys a program. Its handle, and the names that it returned, become invalid.
     fn nvrtcDestroyProgram(handle: In<Handle>) {
         PROGRAMS.remove(handle.get()?).map(drop).map_err(|_| INVALID_PROGRAM)
     }
 }
 
 nvrtc! {
-    /// Requests a kernel that is an instance of a template, before the compilation. Fails after it.
+    /// Requests a kernel that is an instance of a template. Fails after the compilation.
     fn nvrtcAddNameExpression(handle: Handle, expression: Text) {
         let program = program(handle)?;
         let mut program = program.lock();
@@ -273,8 +274,8 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Writes the compiled program with a final zero: a text, though not PTX. Fails if the program
-    /// is not compiled.
+    /// Writes the compiled program with a final zero: a text, but not PTX. Fails if the program is
+    /// not compiled.
     fn nvrtcGetPTX(handle: Handle, text: Out<u8>) {
         text.set_all(image(handle)?.0.iter().copied().chain([0]))
     }

@@ -4,11 +4,11 @@ use crate::entry::{Out, blas};
 use crate::error::Code;
 use crate::handles::Handle;
 
-/// The handle of every generator.
+/// The handle of all generators, which have no state.
 const GENERATOR: Handle = 1;
 
 blas! {
-    /// Returns a generator.
+    /// Returns the handle of a generator. Generates no numbers.
     fn curandCreateGenerator(generator: Out<Handle>, kind: u32) {
         let _ = kind;
         generator.set(GENERATOR)
@@ -16,7 +16,7 @@ blas! {
 }
 
 blas! {
-    /// Accepts a seed.
+    /// Ignores the seed of a generator.
     fn curandSetPseudoRandomGeneratorSeed(generator: Handle, seed: u64) {
         let _ = seed;
         known(generator)
@@ -24,7 +24,7 @@ blas! {
 }
 
 blas! {
-    /// Accepts a stream.
+    /// Ignores the stream of a generator.
     fn curandSetStream(generator: Handle, stream: Handle) {
         let _ = stream;
         known(generator)
@@ -32,13 +32,13 @@ blas! {
 }
 
 blas! {
-    /// Accepts the end of a generator.
+    /// Destroys a generator, which has no effect.
     fn curandDestroyGenerator(generator: Handle) {
         known(generator)
     }
 }
 
-/// Fails with `CURAND_STATUS_NOT_INITIALIZED` for a handle of no generator.
+/// Fails with `CURAND_STATUS_NOT_INITIALIZED` if the handle is not that of a generator.
 fn known(generator: Handle) -> crate::error::Result {
     if generator == GENERATOR {
         Ok(())

@@ -10,7 +10,7 @@ use std::time::Duration;
 pub(crate) struct Settings {
     pub(crate) devices: u32,
     pub(crate) memory: u64,
-    /// The most bytes of shared memory of a block, dynamic and declared together.
+    /// Maximum bytes of a block's shared memory, dynamic and declared memory together.
     pub(crate) shared: u32,
     pub(crate) pace: Pace,
     pub(crate) abort_on_race: bool,
@@ -25,14 +25,14 @@ pub(crate) struct Settings {
     pub(crate) cache: Option<PathBuf>,
 }
 
-/// The time at which streams do their issued work.
+/// The setting for when streams run their issued work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Pace {
-    /// As soon as the work before it in the stream is done.
+    /// Runs work as soon as the work before it in the stream is done.
     Eager,
-    /// When a thread waits for the work or queries it, or at this time after it was issued.
+    /// Runs work when a thread waits for it or queries it, or after this time.
     Lazy(Duration),
-    /// After pauses of up to 200 microseconds before some pieces of work, at random from this seed.
+    /// Runs some work only after a pause of up to 200 microseconds. This seed decides which.
     Seed(u64),
 }
 

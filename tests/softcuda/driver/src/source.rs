@@ -3,7 +3,7 @@
 //!
 //! The input is preprocessed, so it has no comments and no macros. CUDA's keywords are still in it.
 
-/// A source that a C++ compiler accepts, and its kernels that can be found by their plain names.
+/// A source that a C++ compiler accepts, and the kernels that programs can find by plain names.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Prepared {
     pub(crate) text: String,
@@ -24,8 +24,8 @@ enum Token<'a> {
     Mark(char),
 }
 
-/// Finds the kernels, and replaces declarations of dynamic shared memory: `extern __shared__ T
-/// x[];` becomes a pointer to the memory of the launch.
+/// Finds the kernels of a source. Replaces declarations of dynamic shared memory: `extern
+/// __shared__ T x[];` becomes a pointer to the launch's memory.
 ///
 /// # Errors
 ///
@@ -38,8 +38,8 @@ pub(crate) fn prepare(source: &str) -> Result<Prepared, String> {
     })
 }
 
-/// Splits a source into words, literals and single characters. Returns (offset in bytes, token).
-/// Lines that begin with `#` are skipped.
+/// Splits a source into words, literals and single characters, as (byte offset, token). Skips lines
+/// that begin with `#`.
 fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
     let bytes = source.as_bytes();
     let mut tokens = Vec::new();
@@ -91,7 +91,7 @@ fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
     tokens
 }
 
-/// Returns the kernels outside of namespaces that are not templates, each once.
+/// Returns the kernels that are outside of namespaces and are not templates, each once.
 fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
     let mut found: Vec<Kernel> = Vec::new();
     // For each open brace: true if it belongs to `extern "C"`.
@@ -135,8 +135,8 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
 /// Largest number of threads per block for a kernel without launch bounds.
 const UNBOUND: &str = "1024";
 
-/// Returns the kernel declared after `__global__`: the name before the parameter list, and the
-/// first launch bound. `None` if no name follows.
+/// Returns the kernel that is declared after `__global__`: the name before the parameter list, and
+/// the first launch bound. `None` if no name follows.
 fn kernel_after(source: &str, tokens: &[(usize, Token<'_>)]) -> Option<Kernel> {
     let mut threads = UNBOUND.to_owned();
     for (at, pair) in tokens.windows(2).enumerate() {
@@ -206,7 +206,7 @@ fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, 
     Ok(text)
 }
 
-/// Returns (type, name) of the declaration `type name [ ] ;`, without alignment specifiers. `None`
+/// Returns (type, name) of a declaration `type name [ ] ;`, without alignment specifiers. `None`
 /// for any other form.
 fn shared_parts(source: &str, mut tokens: &[(usize, Token<'_>)]) -> Option<(String, String)> {
     while let Some((_, Token::Word("__align__" | "alignas"))) = tokens.first() {

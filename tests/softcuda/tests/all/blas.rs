@@ -105,7 +105,7 @@ impl Case {
         out
     }
 
-    /// Returns the numbers of elements that (A, B, C) take in memory.
+    /// Returns the numbers of elements that A, B and C occupy in memory.
     fn counts(&self) -> (usize, usize, usize) {
         let a = self.leading.0 * if self.taken.0 == N { self.k } else { self.m };
         let b = self.leading.1 * if self.taken.1 == N { self.n } else { self.k };

@@ -44,8 +44,8 @@ impl Other {
         writeln!(self.to, "{line}").unwrap();
     }
 
-    /// Returns the next line that the second process says; skips the output of the test runner.
-    /// Blocks until there is one.
+    /// Returns the next line from the second process, and skips the output of the test runner.
+    /// Blocks until there is a line.
     fn hear(&mut self) -> String {
         loop {
             let mut line = String::new();
@@ -71,13 +71,13 @@ fn is_other() -> bool {
     std::env::var_os(OTHER).is_some()
 }
 
-/// In the second process: sends a line to the first.
+/// Sends a line from the second process to the first.
 fn say(line: &str) {
     println!("says: {line}");
 }
 
-/// In the second process: blocks until the first sends a line, and returns it. Exits if the first
-/// process has ended.
+/// Returns the next line from the first process, in the second. Blocks until there is one. Exits if
+/// the first process has ended.
 fn hear() -> String {
     let mut line = String::new();
     if std::io::stdin().read_line(&mut line).unwrap() == 0 {

@@ -217,7 +217,7 @@ fn timed_events_measure_elapsed_time() {
     assert_eq!(start.elapsed_ms(&never), invalid);
 }
 
-/// Keeps a stream blocked, by a host function that waits, until this value is dropped.
+/// A host function that blocks a stream until this value is dropped.
 struct Held {
     _sender: std::sync::mpsc::Sender<()>,
 }

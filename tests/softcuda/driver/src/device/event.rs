@@ -26,21 +26,21 @@ pub(crate) struct Event {
     pub(crate) handle: Handle,
     context: Handle,
     flags: u32,
-    /// The newest record made by this process; `None` before the first.
+    /// The newest record that this process has made. `None` before the first.
     record: Mutex<Option<Arc<Record>>>,
-    /// For an interprocess event, the state shared with the other processes; otherwise `None`.
+    /// The state that an interprocess event shares with other processes. `None` for other events.
     shared: Option<Arc<SharedEvent>>,
-    /// True if this process created the event, false if it opened another's.
+    /// True if this process created the event, false if it opened an event of another process.
     is_own: bool,
 }
 
-/// The newest record of an event at the time of a call; later records do not change it.
+/// The newest record of an event at the time of a call. Later records do not change it.
 #[derive(Clone)]
 enum Mark {
     /// A record of an event that only this process knows.
     Here(Arc<Record>),
-    /// A record of an interprocess event: shared state, number of the record in it, and the newest
-    /// record made by this process.
+    /// A record of an interprocess event, as (shared state, number of the record, newest record of
+    /// this process).
     Shared(Arc<SharedEvent>, u64, Option<Arc<Record>>),
 }
 
@@ -73,8 +73,8 @@ impl Mark {
         }
     }
 
-    /// Returns the vector clock of all work that precedes the record, as far as this process knows
-    /// it.
+    /// Returns the vector clock of all work that precedes the record, as far as it is known to this
+    /// process.
     fn clock(&self) -> races::Clock {
         match self {
             Mark::Here(record) | Mark::Shared(_, _, Some(record)) => record.clock.clone(),
@@ -83,10 +83,10 @@ impl Mark {
     }
 }
 
-/// One record of an event in a stream of this process: done when the stream reaches it.
+/// One record of an event in a stream of this process. It is done when the stream reaches it.
 pub(crate) struct Record {
     stream: Arc<Stream>,
-    /// Number of the record among the pieces of work of the stream; 0 until it is issued.
+    /// Number of the record in the stream's work. 0 until the record is issued.
     number: Mutex<u64>,
     done: Mutex<Option<Instant>>,
     fired: Condvar,
@@ -110,7 +110,7 @@ impl Record {
     }
 }
 
-/// Removes the events of a context that ends; their handles become invalid.
+/// Removes the events of a context that is being destroyed. Their handles become invalid.
 pub(crate) fn end_all(context: &Context) {
     EVENTS.remove_all(|event| event.context == context.handle);
 }

@@ -22,35 +22,36 @@ use crate::settings::settings;
 /// The only flag of `cuIpcOpenMemHandle`; it is required.
 const LAZY_PEER_ACCESS: u32 = 1;
 
-/// Open memory of other processes, by (inode of its file, device for which it was opened).
+/// The opened memory of other processes, by (inode of its file, device for which it was opened).
 static OPEN: Mutex<BTreeMap<(u64, u32), Opened>> = Mutex::new(BTreeMap::new());
 
 struct Opened {
     allocation: Arc<Allocation>,
-    /// The number of the owner's allocation, and its address here.
+    /// Number of the allocation in the owner process. `address` is the address in this process.
     number: u64,
     address: u64,
     times: u32,
 }
 
-/// A handle of memory, an event or an NCCL group, in the layout in which processes exchange it:
-/// CUDA's 64 bytes.
+/// An IPC handle of memory, an event or an NCCL group, which processes exchange. It has the layout
+/// of CUDA's handles, 64 bytes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Ticket {
     mark: [u8; 8],
     process: u32,
     file: RawFd,
-    /// Start time of the process in clock ticks since boot, because its id may be reused.
+    /// Start time of the owner process in clock ticks since boot. It tells apart processes with the
+    /// same id.
     started: u64,
-    /// Inode of the file, because its descriptor may be reused.
+    /// Inode of the file. It tells apart files with the same descriptor.
     inode: u64,
     bytes: u64,
     inside: u32,
     device: u32,
     number: u64,
-    /// Bytes of the block that holds the memory and is opened as a whole; 0 if it has a file of its
-    /// own.
+    /// Bytes of the block that contains the memory and is opened as a whole. 0 if the memory has
+    /// its own file.
     block: u64,
 }
 
@@ -107,8 +108,8 @@ impl Ticket {
         self.open_anywhere(kind)
     }
 
-    /// Opens the file of a ticket of any process, this one included. Otherwise as
-    /// [`open`](Self::open).
+    /// Opens the file of a ticket from any process, including this one. The errors are those of
+    /// [`open`](Self::open), without the error for this process's own tickets.
     pub(crate) fn open_anywhere(&self, kind: Kind) -> Result<OwnedFd> {
         if self.mark != kind.mark() {
             return Err(Code::INVALID_VALUE);
@@ -184,9 +185,9 @@ api! {
 }
 
 api! {
-    /// Maps memory of another process that still runs for the current device. Memory already open
-    /// is returned again at the same address, and must be closed once more. Other memory of a block
-    /// that is open fails with `CUDA_ERROR_ALREADY_MAPPED`.
+    /// Maps memory of another running process for the current device. If the memory is already
+    /// open, returns the same address, which must be closed once more. Fails with
+    /// `CUDA_ERROR_ALREADY_MAPPED` if other memory of the same block is open.
     fn cuIpcOpenMemHandle_v2(address: Out<u64>, ticket: Ticket, flags: u32) {
         let context = current()?;
         context.check()?;
@@ -220,8 +221,8 @@ api! {
 }
 
 api! {
-    /// Closes memory of another process once, given its first address. It is unmapped when it was
-    /// closed as often as it was opened.
+    /// Closes memory of another process once, given its first address. Unmaps it after as many
+    /// closes as opens.
     fn cuIpcCloseMemHandle(address: u64) {
         current()?.check()?;
 
@@ -244,7 +245,7 @@ api! {
     }
 }
 
-/// Forgets that memory of other processes is open on a device, when the device's context ends.
+/// Removes the opened memory of a device from the table, when the device's context ends.
 pub(crate) fn end_all(device: u32) {
     OPEN.lock().retain(|(_, opened_by), _| *opened_by != device);
 }

@@ -16,17 +16,19 @@ use parking_lot::{Mutex, RwLock};
 use crate::error::{Code, Result};
 use crate::settings::settings;
 
-/// Bytes of device addresses. A small range leaves few upper halves of addresses, all of them
-/// unusual. So a pair of 32-bit integers in a kernel's argument is not mistaken for an address.
+/// Size of the range of device addresses. A small range leaves few upper halves of addresses, all
+/// of them unusual. So a pair of 32-bit integers in a kernel's argument is not mistaken for an
+/// address.
 const LENGTH: u64 = 1 << 40;
 const WISHED_BASE: u64 = 0x5B31 << 32;
 const PAGE: u64 = 4096;
-/// Alignment of device addresses in bytes: CUDA's promise. Real drivers usually align more.
+/// Alignment of device addresses in bytes, as CUDA guarantees it. Real drivers usually align more.
 const ALIGNMENT: u64 = 256;
-/// Bytes of addresses left unmapped behind each allocation, so that an access beyond it faults.
+/// Size of the unmapped address range behind each allocation, so that an access beyond the
+/// allocation faults.
 const GAP: u64 = 64 << 10;
 
-/// Fill byte of new memory; `FREED` is the fill byte of freed memory that was exported.
+/// Fill byte of new memory. `FREED` is the fill byte of exported memory after it is freed.
 const FRESH: u8 = 0xCD;
 const FREED: u8 = 0xDD;
 
@@ -35,39 +37,39 @@ const FREED: u8 = 0xDD;
 pub(crate) enum Origin {
     /// `cuMemAlloc`: can be exported to other processes.
     Alloc,
-    /// `cuMemAllocAsync`: cannot be exported.
+    /// `cuMemAllocAsync`: cannot be exported to other processes.
     Pool,
     /// Another process, through IPC.
     Import,
 }
 
-/// The range of device addresses of this process and its live allocations, of all devices.
+/// The range of device addresses of this process, and its live allocations on all devices.
 pub(crate) struct Space {
     base: u64,
     live: RwLock<BTreeMap<u64, Arc<Allocation>>>,
     next: Mutex<u64>,
     usage: Mutex<BTreeMap<u32, Usage>>,
-    /// By device, the block from which small allocations are taken; see `SOFTCUDA_BLOCK`.
+    /// For each device, the block from which small allocations are taken; see `SOFTCUDA_BLOCK`.
     blocks: Mutex<BTreeMap<u32, Block>>,
 }
 
-/// The bytes of a device that this process has.
+/// The memory of a device that this process uses.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Usage {
-    /// Bytes of live allocations, those of the default pool included.
+    /// Bytes of live allocations, including those of the default pool.
     live: u64,
     /// Bytes of live allocations of the default pool.
     pub(crate) in_pool: u64,
-    /// Freed bytes that the default pool keeps for its next allocations.
+    /// Freed bytes that the default pool holds for its next allocations.
     pub(crate) kept: u64,
-    /// Bytes that the default pool may have, live and freed ones together, before it gives freed
-    /// ones back: `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`.
+    /// Limit on the bytes of the default pool, live and freed together. Beyond it the pool returns
+    /// freed memory: `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`.
     pub(crate) threshold: u64,
 }
 
 impl Usage {
-    /// Counts an allocation of `mapped` bytes. Fails with `CUDA_ERROR_OUT_OF_MEMORY` if the device
-    /// has less: memory that the pool keeps is for allocations of the pool alone.
+    /// Adds an allocation of `mapped` bytes. Fails with `CUDA_ERROR_OUT_OF_MEMORY` if the device
+    /// has less memory. Memory that the pool holds is available for allocations of the pool alone.
     fn add(&mut self, mapped: u64, origin: Origin) -> Result {
         let from_kept = if origin == Origin::Pool {
             self.kept.min(mapped)
@@ -90,7 +92,7 @@ impl Usage {
         Ok(())
     }
 
-    /// Counts the end of an allocation.
+    /// Removes an allocation of `mapped` bytes from the counts.
     fn remove(&mut self, mapped: u64, origin: Origin) {
         self.live -= mapped;
         if origin == Origin::Pool {
@@ -100,22 +102,23 @@ impl Usage {
         }
     }
 
-    /// Gives freed memory of the pool back, until the pool has no more than `least` bytes.
+    /// Returns freed memory of the pool to the device, until the pool has at most `least` bytes.
     pub(crate) fn trim(&mut self, least: u64) {
         self.kept = self.kept.min(least.saturating_sub(self.in_pool));
     }
 }
 
-/// A range of addresses and a file of `SOFTCUDA_BLOCK` bytes, which several allocations share.
+/// A range of addresses and a file, both of `SOFTCUDA_BLOCK` bytes, which several allocations
+/// share.
 struct Block {
     start: u64,
     file: Arc<OwnedFd>,
-    /// Number of its bytes already used; a freed part is not used again.
+    /// Number of bytes that were given to allocations. Freed bytes are not used again.
     used: u64,
 }
 
-/// An allocation, or memory of another process; its bytes are unmapped when the last holder drops
-/// it.
+/// An allocation of this process, or opened memory of another. Its bytes are unmapped when the last
+/// holder drops it.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) address: u64,
@@ -124,13 +127,13 @@ pub(crate) struct Allocation {
     pub(crate) origin: Origin,
     /// Number of the allocation, unique in this process.
     pub(crate) number: u64,
-    /// The memory as a file; `None` for memory that other processes cannot map.
+    /// The file that holds the memory. `None` for memory that other processes cannot map.
     pub(crate) file: Option<Arc<OwnedFd>>,
-    /// Offset in bytes of the first page in the file.
+    /// Byte offset in the file of the allocation's first page.
     pub(crate) offset: u64,
-    /// True if a handle was made with which other processes can map the memory.
+    /// True if an IPC handle was made, with which other processes can map the memory.
     pub(crate) exported: AtomicBool,
-    /// Set by `cuMemFreeAsync` at the call; the release itself runs later in the stream.
+    /// True after a call of `cuMemFreeAsync`. The memory is freed later, in the stream.
     pub(crate) leaving: AtomicBool,
     start: u64,
     pub(crate) mapped: u64,
@@ -142,7 +145,7 @@ struct FilePart {
     offset: u64,
 }
 
-/// A part of a device's block, and the address where it starts.
+/// A part of a device's block, and its first address.
 struct BlockPart {
     start: u64,
     part: FilePart,
@@ -152,18 +155,18 @@ struct BlockPart {
 struct NewAllocation {
     /// Address of the first page.
     start: u64,
-    /// Offset of the memory in its pages.
+    /// Byte offset of the memory in its first page.
     inside: u64,
-    /// Bytes of the pages.
+    /// Number of bytes of all pages.
     mapped: u64,
     bytes: u64,
     device: u32,
     origin: Origin,
-    /// The part of the file that the allocation can be exported by.
+    /// The part of a file by which other processes can map the allocation. `None` if they cannot.
     part: Option<FilePart>,
 }
 
-/// A start address in an allocation, which stays mapped while this is held.
+/// An address range in an allocation. The allocation stays mapped while this is held.
 #[derive(Debug)]
 pub(crate) struct Span {
     pointer: *mut u8,
@@ -175,7 +178,8 @@ pub(crate) struct Span {
 unsafe impl Send for Span {}
 
 impl Span {
-    /// Returns the address in the alias, at which the driver reads and writes the bytes.
+    /// Returns the driver's own address of the first byte. The driver accesses device memory
+    /// through a second mapping, the alias.
     pub(crate) fn pointer(&self) -> *mut u8 {
         self.pointer
     }
@@ -225,18 +229,18 @@ impl Space {
         }
     }
 
-    /// Returns true if an address lies in the range of device addresses, allocated or not.
+    /// True if an address is in the range of device addresses, whether it is allocated or not.
     pub(crate) fn covers(&self, address: u64) -> bool {
         address >= self.base && address < self.base + LENGTH
     }
 
-    /// Returns the distance in bytes from a device address to its place in the alias, where the
-    /// driver can access it.
+    /// Returns the distance in bytes from a device address to the same byte in the alias, through
+    /// which the driver accesses it.
     pub(crate) fn distance(&self) -> u64 {
         LENGTH
     }
 
-    /// Returns (first address of the range, first address behind it).
+    /// Returns the range of device addresses, as (first, first behind the range).
     pub(crate) fn range(&self) -> (u64, u64) {
         (self.base, self.base + LENGTH)
     }
@@ -307,7 +311,7 @@ impl Space {
         Ok(made)
     }
 
-    /// Takes `mapped` bytes from a device's block, or from a new one. Fails with
+    /// Takes `mapped` bytes from a device's current block, or from a new block. Fails with
     /// `CUDA_ERROR_OUT_OF_MEMORY`.
     fn part_of_block(&self, device: u32, mapped: u64) -> Result<BlockPart> {
         let bytes = settings().block;
@@ -369,7 +373,7 @@ impl Space {
         }))
     }
 
-    /// Adds an allocation to the live ones.
+    /// Adds a new allocation to the live allocations.
     fn keep(&self, new: NewAllocation) -> Arc<Allocation> {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
         let (file, offset) = new.part.map(|part| (part.file, part.offset)).unzip();
@@ -394,8 +398,9 @@ impl Space {
         allocation
     }
 
-    /// Finds addresses for `mapped` bytes and a gap behind them, and returns the first. Addresses
-    /// are reused only after the whole range was used once. Fails with `CUDA_ERROR_OUT_OF_MEMORY`.
+    /// Finds free addresses for `mapped` bytes and the gap behind them, and returns the first
+    /// address. Reuses addresses only after the whole range was used once. Fails with
+    /// `CUDA_ERROR_OUT_OF_MEMORY`.
     fn place(&self, mapped: u64) -> Result<u64> {
         let end = self.base + LENGTH;
         let mut next = self.next.lock();
@@ -417,7 +422,7 @@ impl Space {
         Err(Code::OUT_OF_MEMORY)
     }
 
-    /// Maps new pages, or those of a part of a file.
+    /// Maps new pages at an address, or the pages of a part of a file.
     fn map(&self, start: u64, mapped: u64, part: Option<&FilePart>) -> Result {
         let kind = if part.is_some() {
             libc::MAP_SHARED
@@ -457,7 +462,8 @@ impl Space {
         self.live.read().get(&address).cloned()
     }
 
-    /// Returns the place of `bytes` bytes in the alias, which stay mapped while the span is held.
+    /// Returns the range of `bytes` bytes from a device address on. The bytes stay mapped while the
+    /// span is held.
     ///
     /// # Errors
     ///
@@ -473,9 +479,9 @@ impl Space {
         })
     }
 
-    /// Removes the allocation that begins at an address from the live ones, and returns it. Its
-    /// bytes are unmapped when the last holder drops it; exported ones are filled with `0xDD`.
-    /// Fails with `CUDA_ERROR_INVALID_VALUE`.
+    /// Removes the live allocation that begins at an address, and returns it. Its bytes are
+    /// unmapped when the last holder drops it; exported bytes are filled with `0xDD`. Fails with
+    /// `CUDA_ERROR_INVALID_VALUE` if no allocation begins there.
     pub(crate) fn free(&self, address: u64) -> Result<Arc<Allocation>> {
         let freed = self
             .live
@@ -516,7 +522,7 @@ impl Space {
         (settings().memory - used, settings().memory)
     }
 
-    /// Calls `f` with the bytes of a device that this process has.
+    /// Calls `f` with the memory use of a device.
     pub(crate) fn with_usage<R>(&self, device: u32, f: impl FnOnce(&mut Usage) -> R) -> R {
         f(self.usage.lock().entry(device).or_default())
     }
@@ -554,8 +560,8 @@ impl Drop for Allocation {
     }
 }
 
-/// Creates a file of `bytes` zero bytes in memory. It has no name that could outlive the process.
-/// Fails with `CUDA_ERROR_OUT_OF_MEMORY`.
+/// Creates a memory file of `bytes` zero bytes. The file has no name that could outlive the
+/// process. Fails with `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(crate) fn memory_file(bytes: u64) -> Result<OwnedFd> {
     // SAFETY: the name is a zero-terminated string; the descriptor is new and owned only here.
     let file = unsafe {

@@ -25,14 +25,14 @@ use crate::settings::settings;
 use memory::space;
 use stream::Stream;
 
-/// CUDA 12.8, in CUDA's version encoding.
+/// Version of CUDA that this driver has: 12.8, in CUDA's encoding.
 const VERSION: i32 = 12080;
 const NAME: &str = "softcuda (a driver in software, for tests)";
 
-/// Id of the process that called `cuInit`. CUDA does not work in a child that is forked after the
-/// call.
+/// Id of the process that called `cuInit`. In a child that is forked after the call, CUDA does not
+/// work.
 static INITIALIZED: AtomicU32 = AtomicU32::new(0);
-/// Indexed by device.
+/// The primary context of each device, by device number.
 static PRIMARY: Mutex<Vec<PrimaryContext>> = Mutex::new(Vec::new());
 static CONTEXTS: Handles<Context> = Handles::new(1);
 
@@ -41,14 +41,14 @@ thread_local! {
     static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The primary context of a device, if it has one, and how many times it is retained.
+/// The primary context of a device, if it exists, and its retain count.
 #[derive(Clone, Default)]
 struct PrimaryContext {
     context: Option<Arc<Context>>,
     retained: u32,
 }
 
-/// The primary context of a device, with its streams. Each thread can make it current.
+/// The primary context of a device, with its streams. Any thread can make it current.
 pub(crate) struct Context {
     pub(crate) device: u32,
     pub(crate) handle: Handle,
@@ -57,8 +57,8 @@ pub(crate) struct Context {
     /// none.
     failed: AtomicU32,
     ended: AtomicBool,
-    /// Locked while work is issued on the default stream or a stream ordered with it, so that their
-    /// order holds.
+    /// Lock that is held while work is issued on the default stream or on a stream ordered with it.
+    /// It makes their order the same as the order of the calls.
     pub(crate) order: Mutex<()>,
     streams: Mutex<Vec<Weak<Stream>>>,
     null: OnceLock<Arc<Stream>>,
@@ -67,7 +67,8 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Fails with the first error of this context's work, if any; it is never cleared.
+    /// Fails with the first error of this context's work, if there is one. That error is never
+    /// cleared.
     pub(crate) fn check(&self) -> Result {
         match self.failed.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -75,7 +76,7 @@ impl Context {
         }
     }
 
-    /// Records and prints the first failure of the context's work; later ones are ignored.
+    /// Records and prints the first failure of the context's work; later failures are ignored.
     pub(crate) fn fail(&self, code: Code, work: &str) {
         if self
             .failed
@@ -89,8 +90,8 @@ impl Context {
         }
     }
 
-    /// Returns the streams that still exist: also the default stream if it was used, and destroyed
-    /// ones with work left.
+    /// Returns the streams that still exist. They include the default stream if it was used, and
+    /// destroyed streams that still have work.
     pub(crate) fn streams(&self) -> Vec<Arc<Stream>> {
         let mut streams = self.streams.lock();
         streams.retain(|stream| stream.strong_count() > 0);
@@ -102,14 +103,14 @@ impl Context {
         self.streams.lock().push(Arc::downgrade(stream));
     }
 
-    /// Returns the default stream; the first call starts its thread.
+    /// Returns the default stream. The first call starts the stream's thread.
     pub(crate) fn null(self: &Arc<Self>) -> Arc<Stream> {
         self.null
             .get_or_init(|| Stream::start(self.clone(), 0, 0, 0))
             .clone()
     }
 
-    /// Returns the default stream if it was ever used; otherwise `None`, and starts nothing.
+    /// Returns the default stream if it was ever used, otherwise `None`. Starts no thread.
     pub(crate) fn null_if_used(&self) -> Option<Arc<Stream>> {
         self.null.get().cloned()
     }
@@ -137,8 +138,8 @@ impl Context {
     }
 }
 
-/// Fails with `CUDA_ERROR_NOT_INITIALIZED` unless this very process has called `cuInit`. Fails with
-/// `CUDA_ERROR_NOT_PERMITTED` (800) within a host function.
+/// Fails with `CUDA_ERROR_NOT_INITIALIZED` unless `cuInit` was called in this process itself. Fails
+/// with `CUDA_ERROR_NOT_PERMITTED` (800) within a host function.
 pub(crate) fn initialized() -> Result {
     if IN_HOST_FUNCTION.get() {
         eprintln!("softcuda: CUDA was called from a host function");
@@ -151,7 +152,7 @@ pub(crate) fn initialized() -> Result {
     }
 }
 
-/// Runs a program's host function in the calling thread; calls of CUDA in it fail.
+/// Runs a program's host function in the calling thread. CUDA calls in it fail.
 pub(crate) fn as_host_function(run: impl FnOnce()) {
     IN_HOST_FUNCTION.set(true);
     run();
@@ -426,8 +427,8 @@ api! {
 }
 
 api! {
-    /// Stores the flags that say how threads wait in a primary context; here all waits sleep.
-    /// Without a context, the flags are forgotten.
+    /// Stores the flags that choose how threads wait in a primary context; here all waits sleep. If
+    /// the device has no context, the flags are lost.
     fn cuDevicePrimaryCtxSetFlags_v2(dev: i32, flags: u32) {
         let device = device(dev)?;
         if flags & !0x1F != 0 {
@@ -515,7 +516,7 @@ api! {
 }
 
 api! {
-    /// Fails: there are no contexts but the primary ones.
+    /// Always fails, because the primary contexts are the only ones.
     fn cuCtxDestroy_v2(context: Handle) {
         let _ = context;
         Err(Code::INVALID_CONTEXT)
@@ -538,8 +539,8 @@ api! {
 }
 
 api! {
-    /// Records that the current context may access another device's memory; no access here needs
-    /// it. A second call for the same device fails.
+    /// Records that the current context may access another device's memory. Access works here
+    /// without this call. A second call for the same device fails.
     fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) {
         let mine = current()?;
         mine.check()?;
@@ -561,8 +562,8 @@ api! {
 }
 
 api! {
-    /// Returns a limit of the current context. Only the stack limit (0) can change; those of
-    /// `printf` (1) and the heap (2) are fixed.
+    /// Returns a limit of the current context. Only the stack limit (0) can change. The limits of
+    /// `printf` (1) and of the heap (2) are fixed.
     fn cuCtxGetLimit(value: Out<usize>, limit: u32) {
         let context = current()?;
         match limit {
@@ -575,8 +576,8 @@ api! {
 }
 
 api! {
-    /// Sets a limit of the current context. Only the stack limit (0) is stored, and it changes
-    /// nothing; those of `printf` (1) and the heap (2) are ignored.
+    /// Sets a limit of the current context. Stores the stack limit (0), which has no effect.
+    /// Ignores the limits of `printf` (1) and of the heap (2).
     fn cuCtxSetLimit(limit: u32, value: usize) {
         let context = current()?;
         match limit {

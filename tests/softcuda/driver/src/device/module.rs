@@ -20,8 +20,8 @@ use crate::settings::settings;
 static MODULES: Handles<Module> = Handles::new(4);
 static KERNELS: Handles<Kernel> = Handles::new(5);
 
-/// Limit on the dynamic shared memory of a block in bytes, by default. `SOFTCUDA_SHARED` is the
-/// highest that `cuFuncSetAttribute` can set.
+/// Default limit on the dynamic shared memory of a block, in bytes. `SOFTCUDA_SHARED` is the
+/// highest limit that `cuFuncSetAttribute` can set.
 const SHARED: u32 = 48 << 10;
 
 pub(crate) struct Module {
@@ -29,7 +29,8 @@ pub(crate) struct Module {
     context: Handle,
     library: Arc<Library>,
     entries: Vec<(CString, Entry)>,
-    /// Handles of the kernels requested so far, by kernel name; each kernel has one handle.
+    /// Handles of the kernels that were requested so far, by kernel name. Each kernel has one
+    /// handle.
     kernels: Mutex<HashMap<String, Handle>>,
 }
 
@@ -39,13 +40,13 @@ pub(crate) struct Kernel {
     module: Handle,
     /// The kernel's address, arguments and limit on threads, as the compiled module describes them.
     pub(crate) entry: Entry,
-    /// Held so that the code stays loaded.
+    /// The library with the kernel's code, which stays loaded while this is held.
     pub(crate) library: Arc<Library>,
     /// Limit on the dynamic shared memory of a launch, in bytes.
     pub(crate) dynamic_shared: AtomicU32,
 }
 
-/// The form of one argument of a kernel.
+/// The size of one argument of a kernel, and whether it is a pointer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KernelArgument {
     pub(crate) bytes: u32,
@@ -57,14 +58,15 @@ pub(crate) struct KernelArgument {
 pub(crate) struct Entry {
     pub(crate) call: usize,
     pub(crate) arguments: Vec<KernelArgument>,
-    /// Limit on the threads of a block: the launch bound, and never more than 1024.
+    /// Limit on the threads of a block: the kernel's launch bound, and at most 1024.
     pub(crate) threads: u32,
 }
 
 /// A compiled module, loaded into the process as a shared library.
 pub(crate) struct Library {
     handle: NonNull<c_void>,
-    /// Open while the library is loaded, because the loader identifies libraries by path.
+    /// The library's file. It stays open while the library is loaded, because the loader identifies
+    /// libraries by path.
     _file: OwnedFd,
     pub(crate) run: usize,
 }
@@ -75,7 +77,7 @@ unsafe impl Send for Library {}
 // SAFETY: see above.
 unsafe impl Sync for Library {}
 
-/// A row of the kernel table that `after.h` defines; `count` is the number of arguments.
+/// A row of the kernel table that `after.h` defines. `count` is the number of arguments.
 #[repr(C)]
 struct Row {
     name: *const c_char,
@@ -129,7 +131,7 @@ impl Library {
         (!found.is_null()).then_some(found)
     }
 
-    /// Returns (name, entry) of the kernels that can be found by name.
+    /// Returns the kernels that can be found by name, as (name, entry).
     fn entries(&self) -> Vec<(CString, Entry)> {
         let mut entries = Vec::new();
         let Some(table) = self.symbol(c"__sc_kernels") else {
@@ -190,7 +192,8 @@ pub(crate) fn kernel(handle: Handle) -> Result<Arc<Kernel>> {
     KERNELS.get(handle)
 }
 
-/// Removes the modules and kernels of a context that ends; launches hold their code until they end.
+/// Removes the modules and kernels of a context that is being destroyed. Launches keep their code
+/// loaded until they end.
 pub(crate) fn end_all(context: &Context) {
     KERNELS.remove_all(|kernel| kernel.context == context.handle);
     MODULES.remove_all(|module| module.context == context.handle);
@@ -224,8 +227,8 @@ fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
     handle.set(made.handle)
 }
 
-/// Copies the image at a C pointer. An image of this driver is a zero-terminated string; of any
-/// other, only a few bytes are read.
+/// Copies the image at a C pointer. An image of this driver is a zero-terminated string. Of other
+/// images, only a few bytes are read.
 fn image(pointer: &In<u8>) -> Result<Vec<u8>> {
     // Read byte by byte up to the mark, because a foreign image may end anywhere.
     let mut bytes = Vec::new();
@@ -285,7 +288,7 @@ api! {
     }
 }
 
-/// Returns the handle of a kernel; the first call for its name creates the handle.
+/// Returns the handle of a kernel. The first call for a kernel's name creates its handle.
 fn function(module: &Module, name: &CStr, entry: &Entry) -> Handle {
     let mut kernels = module.kernels.lock();
     let text = name.to_string_lossy().into_owned();
@@ -327,7 +330,8 @@ api! {
 }
 
 api! {
-    /// Writes the handles of up to `room` kernels of a module, in the order of the module's table.
+    /// Writes the handles of up to `room` kernels of a module, in the order of the module's kernel
+    /// table.
     fn cuModuleEnumerateFunctions(handles: Out<Handle>, room: u32, module: Handle) {
         let module = MODULES.get(module)?;
         let first = module.entries.iter().take(room as usize);
@@ -336,7 +340,7 @@ api! {
 }
 
 api! {
-    /// Does nothing but check the handle: all kernels are loaded with their module.
+    /// Checks a kernel's handle. All kernels are loaded with their module.
     fn cuFuncLoad(handle: Handle) {
         current()?.check()?;
         kernel(handle).map(drop)
@@ -344,7 +348,7 @@ api! {
 }
 
 api! {
-    /// Reports whether a kernel is loaded: always 1.
+    /// Reports that a kernel is loaded: always 1.
     fn cuFuncIsLoaded(state: Out<u32>, handle: Handle) {
         kernel(handle)?;
         state.set(1)
@@ -352,7 +356,7 @@ api! {
 }
 
 api! {
-    /// Returns the offset and the size of a kernel's argument in bytes. Fails with
+    /// Returns the offset and the size of a kernel's argument, in bytes. Fails with
     /// `CUDA_ERROR_INVALID_VALUE` for an index behind the last argument.
     fn cuFuncGetParamInfo(handle: Handle, index: usize, offset: Out<usize>, size: Out<usize>) {
         let kernel = kernel(handle)?;
@@ -377,8 +381,8 @@ api! {
 }
 
 api! {
-    /// Always fails with `CUDA_ERROR_NOT_SUPPORTED`, with a message: global variables of modules
-    /// are not in device memory here.
+    /// Always fails with `CUDA_ERROR_NOT_SUPPORTED` and prints a message. Global variables of
+    /// modules are not in device memory here.
     fn cuModuleGetGlobal_v2(address: Out<u64>, bytes: Out<usize>, handle: Handle, name: Text) {
         current()?.check()?;
         let _ = (address, bytes);
@@ -390,8 +394,8 @@ api! {
 }
 
 api! {
-    /// Returns an attribute of a kernel by CUDA's number. Only the limits on threads (0) and
-    /// dynamic shared memory (8) are the kernel's own.
+    /// Returns an attribute of a kernel by CUDA's number. Only the limits on threads (0) and on
+    /// dynamic shared memory (8) depend on the kernel.
     fn cuFuncGetAttribute(value: Out<i32>, attribute: u32, handle: Handle) {
         let kernel = kernel(handle)?;
         value.set(match attribute {

@@ -24,12 +24,12 @@ use crate::device::stream::Stream;
 use crate::handles::Handle;
 use crate::settings::settings;
 
-/// Number of recorded accesses per allocation above which the accesses that the host has seen
-/// completed are dropped.
+/// Number of recorded accesses per allocation above which old ones are dropped: those whose
+/// completion the host has seen.
 const MANY: usize = 64;
 
 static HOST: Mutex<Clock> = Mutex::new(Clock(Vec::new()));
-/// Accesses that may conflict with later ones, by the allocation's number in this process.
+/// Recorded accesses that may conflict with later ones, by the number of their allocation.
 static ACCESSES: LazyLock<Mutex<HashMap<u64, Vec<Access>>>> = LazyLock::new(Mutex::default);
 static RACES: AtomicU64 = AtomicU64::new(0);
 
@@ -37,7 +37,7 @@ thread_local! {
     static NOTES: RefCell<Vec<(Handle, Use)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A range of device memory that work reads or writes.
+/// A range of device memory that a piece of work reads or writes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Use {
     pub(crate) address: u64,
@@ -55,8 +55,8 @@ impl Use {
     }
 }
 
-/// A vector clock: by stream number, the pieces of that stream's work that are known to come
-/// before.
+/// A vector clock: for each stream number, the number of that stream's pieces of work that are
+/// known to come before.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clock(Vec<u64>);
 
@@ -84,8 +84,8 @@ impl Clock {
     }
 }
 
-/// One memory range used by one piece of work: its name in messages, its stream's number, and its
-/// step among the stream's work.
+/// An access of one piece of work to one memory range. `name` names the work in messages, `step` is
+/// its number in its stream.
 #[derive(Clone, Debug)]
 struct Access {
     name: &'static str,
@@ -94,14 +94,14 @@ struct Access {
     used: Use,
 }
 
-/// Returns a number for a new stream, unique in this process, from 1.
+/// Returns a number for a new stream, from 1, that is unique in this process.
 pub(crate) fn new_stream() -> usize {
     static STREAMS: AtomicUsize = AtomicUsize::new(1);
     STREAMS.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Records that work with these uses is issued on a stream, after all that the host has seen.
-/// Counts and prints races with earlier accesses.
+/// Records that work with these accesses is issued on a stream, after all work that the host has
+/// seen done. Counts and prints races with earlier accesses.
 pub(crate) fn used(stream: &Stream, name: &'static str, uses: &[Use]) {
     let mut clock = stream.clock.lock();
     clock.join(&HOST.lock());
@@ -129,8 +129,8 @@ pub(crate) fn used(stream: &Stream, name: &'static str, uses: &[Use]) {
     }
 }
 
-/// Reports each race of a new access with the recorded ones of its allocation. Then records it, and
-/// drops those that no later access can conflict with. `base` is the allocation's address.
+/// Reports the races of a new access with the recorded accesses to its allocation. Then records it,
+/// and drops accesses that no later one can conflict with. `base` is the allocation's address.
 fn enter(earlier: &mut Vec<Access>, new: Access, clock: &Clock, base: u64) {
     let ordered = |old: &Access| old.step <= clock.of(old.stream);
     for old in earlier.iter() {
@@ -174,21 +174,21 @@ fn report(old: &Access, new: &Access, base: u64) {
     }
 }
 
-/// Returns the clock of all work that precedes work issued on a stream now: earlier work of the
-/// stream, and all that the host has seen.
+/// Returns the clock of the work that precedes anything issued on a stream now: earlier work of the
+/// stream, and work that the host has seen done.
 pub(crate) fn now(stream: &Stream) -> Clock {
     let mut clock = stream.clock.lock();
     clock.join(&HOST.lock());
     clock.clone()
 }
 
-/// Orders later work of a stream after `clock`.
+/// Orders later work of a stream after the work in `clock`.
 pub(crate) fn follows(stream: &Stream, clock: &Clock) {
     stream.clock.lock().join(clock);
 }
 
-/// Returns the clock of all work that precedes work issued on every stream of a context now: work
-/// of all its streams, and all that the host has seen.
+/// Returns the clock of the work that precedes anything issued on every stream of a context now:
+/// work of all its streams, and work that the host has seen done.
 pub(crate) fn now_of_all(context: &Context) -> Clock {
     let mut all = Clock::default();
     for stream in context.streams() {
@@ -197,8 +197,8 @@ pub(crate) fn now_of_all(context: &Context) -> Clock {
     all
 }
 
-/// Records that the host has seen all work in `clock` done; work issued later on any stream comes
-/// after it.
+/// Records that the host has seen all work in `clock` done. Work that is issued later on any stream
+/// comes after it.
 pub(crate) fn host_saw(clock: &Clock) {
     HOST.lock().join(clock);
 }
@@ -208,8 +208,8 @@ pub(crate) fn forget(allocation: u64) {
     ACCESSES.lock().remove(&allocation);
 }
 
-/// Removes and returns the uses that the calling thread declared for its next launch on the stream
-/// of a handle.
+/// Removes and returns the accesses that the calling thread has declared for its next launch on a
+/// stream.
 pub(crate) fn noted(stream: Handle) -> Vec<Use> {
     NOTES.with_borrow_mut(|notes| {
         notes
@@ -220,7 +220,7 @@ pub(crate) fn noted(stream: Handle) -> Vec<Use> {
 }
 
 /// Declares that the calling thread's next kernel on a stream reads (`write` is 0) or writes
-/// `bytes` bytes from `address` on. The kernel's launch then checks them for races.
+/// `bytes` bytes from `address` on. The kernel's launch checks this access for races.
 #[unsafe(no_mangle)]
 extern "C" fn softcuda_note_use(stream: Handle, address: u64, bytes: u64, write: i32) {
     let used = Use {

@@ -11,21 +11,21 @@ use crate::error::Result;
 use crate::mapped::{self, Mapped};
 use crate::settings::settings;
 
-/// Number of slots of an event: record n uses slot `n % SLOTS`. So a record also counts as done
+/// Number of slots of an event. Record n uses slot `n % SLOTS`. So a record also counts as done
 /// when the record `SLOTS` after it is done.
 const SLOTS: u64 = 64;
-/// Interval at which a waiter looks again if the recording process is still alive.
+/// Interval at which a waiting thread checks that the recording process is still alive.
 const LOOK: Duration = Duration::from_millis(50);
-/// Time for which a waiter waits for a record's process to be entered in the slot. After it, the
-/// process is taken for dead.
+/// Time that a waiting thread gives a recording process to enter itself in the slot. After it, the
+/// process counts as dead.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// The layout of an event's shared memory. All zeros is an event that was never recorded.
+/// The layout of an event's shared memory. All zeros mean an event that was never recorded.
 #[repr(C)]
 struct Page {
     /// Number of the newest record of any process, from 1; 0 before the first.
     issued: AtomicU64,
-    /// A counter that changes when a record is done; waiters sleep on it (futex).
+    /// A futex counter that changes when a record is done. Waiting threads sleep on it.
     changes: AtomicU32,
     slots: [Slot; SLOTS as usize],
 }
@@ -33,7 +33,7 @@ struct Page {
 /// The state of one record, at index `number % SLOTS`.
 #[repr(C)]
 struct Slot {
-    /// Number of the record to which `process` and `started` belong.
+    /// Number of the record that `process` and `started` belong to.
     named: AtomicU64,
     process: AtomicU32,
     started: AtomicU64,
@@ -56,13 +56,13 @@ impl SharedEvent {
         Self::map(memory_file(size_of::<Page>() as u64)?)
     }
 
-    /// Maps the event in a memory file, which may be of another process.
+    /// Maps the event in a memory file, which another process may have created.
     pub(crate) fn map(file: OwnedFd) -> Result<SharedEvent> {
         let page = Mapped::of(&file)?;
         Ok(SharedEvent { file, page })
     }
 
-    /// Returns the file, which another process can map.
+    /// Returns the memory file, which another process can map.
     pub(crate) fn file(&self) -> &OwnedFd {
         &self.file
     }
@@ -77,7 +77,7 @@ impl SharedEvent {
     }
 
     /// Takes the next number, from 1, for a new record of this process, and enters this process in
-    /// its slot.
+    /// the record's slot.
     pub(crate) fn record(&self) -> u64 {
         static STARTED: LazyLock<u64> = LazyLock::new(|| started(std::process::id()).unwrap_or(0));
         let number = self.page.issued.fetch_add(1, Ordering::SeqCst) + 1;
@@ -104,8 +104,8 @@ impl SharedEvent {
         };
     }
 
-    /// Returns true if a record is done. A record of a process that has died is marked as done,
-    /// with a message, and counts too, unless `SOFTCUDA_ORPHANS` is `hang`.
+    /// True if a record is done. A record of a dead process is marked as done, with a message, and
+    /// counts as done. With `SOFTCUDA_ORPHANS` at `hang`, it is never done.
     pub(crate) fn is_done(&self, number: u64) -> bool {
         let slot = self.slot(number);
         if number == 0 || slot.done.load(Ordering::SeqCst) >= number {
@@ -127,8 +127,8 @@ impl SharedEvent {
         true
     }
 
-    /// Blocks until a record is done or its process has died. Gives up, with a message, if the
-    /// process is not entered in the record's slot within a second.
+    /// Blocks until a record is done, or until its process has died. Gives up with a message if no
+    /// process enters itself in the record's slot within a second.
     pub(crate) fn wait(&self, number: u64) {
         let start = Instant::now();
         loop {

@@ -18,7 +18,7 @@ use crate::settings::{Pace, settings};
 
 static STREAMS: Handles<Stream> = Handles::new(2);
 
-/// The flag of a stream that is not ordered with the default stream.
+/// The flag of a stream that is exempt from the order of the default stream.
 const NON_BLOCKING: u32 = 1;
 
 pub(crate) struct Stream {
@@ -28,12 +28,12 @@ pub(crate) struct Stream {
     priority: i32,
     queue: Mutex<Queue>,
     changed: Condvar,
-    /// Vector clock of the work issued so far, for the detection of races.
+    /// Vector clock of the work issued so far, for detecting races.
     pub(crate) clock: Mutex<races::Clock>,
     pub(crate) number: usize,
 }
 
-/// Work in a queue, and the time at which it was issued.
+/// A piece of work in a queue, and the time at which it was issued.
 struct QueuedWork {
     issued: Instant,
     work: Work,
@@ -42,7 +42,7 @@ struct QueuedWork {
 #[derive(Default)]
 struct Queue {
     work: VecDeque<QueuedWork>,
-    /// Number of pieces of work issued since the stream's start; `done` is the number completed or
+    /// Number of pieces of work issued so far. `done` is the number of pieces that are completed or
     /// skipped.
     issued: u64,
     done: u64,
@@ -56,8 +56,8 @@ struct Queue {
 pub(crate) struct Work {
     /// Name of the work in messages about its failure.
     pub(crate) name: &'static str,
-    /// True if the work runs even after the context failed, as events and waits do; false if it is
-    /// then skipped.
+    /// True if the work also runs after the context failed, as events and waits do. Other work is
+    /// skipped then.
     pub(crate) always: bool,
     pub(crate) run: Box<dyn FnOnce() -> Result + Send>,
 }
@@ -118,7 +118,8 @@ pub(crate) fn own_stream(handle: Handle) -> Result<Arc<Stream>> {
     }
 }
 
-/// Removes the streams of a context that ends, and lets their threads end after the work left.
+/// Closes the streams of a context that is being destroyed. Their threads end after the remaining
+/// work.
 pub(crate) fn end_all(context: &Context) {
     for stream in STREAMS.remove_all(|stream| stream.context.handle == context.handle) {
         stream.close();
@@ -164,9 +165,9 @@ impl Stream {
             .expect("a thread for a stream");
     }
 
-    /// Appends work to the stream without waiting for it. Returns the work's number, counted from 1
-    /// in this stream. `uses` are the memory ranges that the work is known to read and write; races
-    /// are checked for them.
+    /// Appends work to the stream, without waiting for it. Returns the work's number in this
+    /// stream, from 1. `uses` are the memory ranges that the work is known to access; they are
+    /// checked for races.
     pub(crate) fn issue(self: &Arc<Self>, work: Work, uses: &[Use]) -> u64 {
         let _order = self.follow_default_stream();
         races::used(self, work.name, uses);
@@ -184,9 +185,9 @@ impl Stream {
         queue.issued
     }
 
-    /// Applies CUDA's rule for the default stream: its work follows all work issued before on other
-    /// streams, and their later work follows it. Appends a wait for each such stream. Non-blocking
-    /// streams are exempt (`None`). The returned guard keeps this order while the work is pushed.
+    /// Applies CUDA's order of the default stream. Work on it follows earlier work of other
+    /// streams, and precedes their later work. Appends a wait for each such stream. Returns a guard
+    /// that keeps the order while the work is appended, or `None` for non-blocking streams.
     fn follow_default_stream(self: &Arc<Self>) -> Option<parking_lot::MutexGuard<'_, ()>> {
         if self.flags & NON_BLOCKING != 0 {
             return None;
@@ -211,13 +212,12 @@ impl Stream {
         Some(order)
     }
 
-    /// Returns the number of pieces of work issued since the start, including waits for other
-    /// streams.
+    /// Returns the number of pieces of work issued so far, including waits for other streams.
     pub(crate) fn issued(&self) -> u64 {
         self.queue.lock().issued
     }
 
-    /// Blocks until the piece of work with this number and all before it are done; starts lazy
+    /// Blocks until the piece of work with this number, and all before it, are done. Starts lazy
     /// work.
     pub(crate) fn wait_for(&self, number: u64) {
         let mut queue = self.queue.lock();
@@ -232,8 +232,8 @@ impl Stream {
         self.wait_for(self.issued());
     }
 
-    /// Records that a thread queries the work up to a number, so that a lazy stream starts it. Does
-    /// not wait.
+    /// Records that a thread queries the work up to a number, so that a lazy stream starts that
+    /// work. Does not wait.
     pub(crate) fn asked_for(&self, number: u64) {
         self.want(&mut self.queue.lock(), number);
     }
@@ -274,8 +274,8 @@ impl Stream {
         }
     }
 
-    /// Blocks until a piece of work is due by the setting `SOFTCUDA_PACE`, and removes it from the
-    /// queue. Returns `None` when the stream is closed and empty.
+    /// Blocks until a piece of work may run under the setting `SOFTCUDA_PACE`, and removes it from
+    /// the queue. Returns `None` when the stream is closed and empty.
     fn next(&self) -> Option<Work> {
         let mut queue = self.queue.lock();
         loop {
@@ -299,8 +299,8 @@ impl Stream {
     }
 }
 
-/// Sleeps for less than 200 microseconds, in about half of the calls; `random` is the state of the
-/// generator.
+/// Sleeps for up to 200 microseconds in about half of the calls. `random` is the state of the
+/// random generator.
 fn pause(random: &mut u64) {
     *random ^= *random << 13;
     *random ^= *random >> 7;
@@ -333,15 +333,15 @@ api! {
 }
 
 api! {
-    /// Creates a stream of the current context with a priority, which is stored but changes nothing
-    /// here.
+    /// Creates a stream of the current context with a priority. The priority is stored, but has no
+    /// effect here.
     fn cuStreamCreateWithPriority(stream: Out<Handle>, flags: u32, priority: i32) {
         create(&stream, flags, priority)
     }
 }
 
 api! {
-    /// Destroys a stream without waiting; work already issued still runs.
+    /// Destroys a stream without waiting. Work that is already issued still runs.
     fn cuStreamDestroy_v2(handle: Handle) {
         let context = current()?;
         STREAMS.remove(handle)?.close();
@@ -423,12 +423,12 @@ api! {
     }
 }
 
-/// A function of the program that a stream calls between other work.
+/// A host function of the program, which a stream calls between other work.
 type HostFunction = unsafe extern "C" fn(data: usize);
 
 api! {
-    /// Calls a function of the program in the stream's thread, when the work issued before is done.
-    /// It is not called after an error. The call does not wait.
+    /// Issues a call of a host function, which runs in the stream's thread after the work issued
+    /// before. It is not called after an error. Does not wait.
     fn cuLaunchHostFunc(handle: Handle, function: Option<HostFunction>, data: usize) {
         let stream = own_stream(handle)?;
         let function = function.ok_or(Code::INVALID_VALUE)?;

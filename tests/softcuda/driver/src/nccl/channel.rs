@@ -16,18 +16,18 @@ use crate::device::memory::memory_file;
 use crate::error::Result;
 use crate::mapped::{self, Mapped};
 
-/// Largest number of ranks of a group; NCCL calls with more are refused.
+/// Maximum number of ranks of a group. NCCL calls with more ranks are refused.
 pub(crate) const MOST_RANKS: usize = 16;
-/// Bytes of a ring: the limit on bytes in transit from one rank to another.
+/// Size of a ring in bytes, which limits the bytes in transit from one rank to another.
 const RING: usize = 64 << 10;
-/// Sleep between two looks at the shared memory that find no progress.
+/// Sleep between two looks at the shared memory, after a look that finds no progress.
 pub(crate) const LOOK: Duration = Duration::from_micros(200);
 
-/// Files of the groups that this process has created, which other processes open. They stay open
-/// until the process ends.
+/// Memory files of the groups that this process has created, which other processes open. They stay
+/// open until the process ends.
 static MADE: Mutex<Vec<OwnedFd>> = Mutex::new(Vec::new());
 
-/// The layout of a group's shared memory. All zeros is a group without ranks.
+/// The layout of a group's shared memory. All zeros mean a group without ranks.
 #[repr(C)]
 struct Page {
     ranks: [Rank; MOST_RANKS],
@@ -37,7 +37,7 @@ struct Page {
 
 #[repr(C)]
 struct Rank {
-    /// Number of ranks of the group, as this rank was told; 0 before it has joined.
+    /// Number of ranks of the group, as passed to this rank's call. 0 before the rank has joined.
     of: AtomicU32,
     uuid: [AtomicU32; 4],
     device: AtomicU32,
@@ -90,8 +90,8 @@ impl Id {
 }
 
 impl Shared {
-    /// Enters a rank into the group: the number of ranks that it was told, and its device (id and
-    /// number). Does not wait for the others.
+    /// Adds a rank to the group. Stores the number of ranks that was passed to its call, and the id
+    /// and number of its device. Does not wait for other ranks.
     pub(crate) fn join(&self, rank: usize, ranks: usize, uuid: [u8; 16], device: u32) {
         let own = &self.page.ranks[rank];
         for (to, from) in own.uuid.iter().zip(uuid.as_chunks::<4>().0) {
@@ -101,8 +101,8 @@ impl Shared {
         own.of.store(ranks as u32, Ordering::SeqCst);
     }
 
-    /// Returns true if all `ranks` ranks have joined, without waiting. Fails with a message if the
-    /// ranks were told different numbers of ranks or share a device.
+    /// Returns true if all `ranks` ranks have joined. Does not wait. Fails with a message if the
+    /// ranks' calls have different numbers of ranks, or if ranks share a device.
     pub(crate) fn are_all_here(&self, ranks: usize) -> std::result::Result<bool, String> {
         let all = &self.page.ranks[..ranks];
         let of: Vec<usize> = all
@@ -134,9 +134,8 @@ impl Shared {
         &self.page.rings[from][to]
     }
 
-    /// Writes bytes from rank `from` to rank `to`, up to the free space of the ring, without
-    /// waiting. Returns the number of bytes written. Only one thread of rank `from` may call this
-    /// at a time.
+    /// Writes bytes from rank `from` to rank `to`, up to the free space of the ring. Does not wait.
+    /// Returns the number of bytes written. Only one thread of rank `from` may call this at a time.
     pub(crate) fn write(&self, from: usize, to: usize, bytes: &[u8]) -> usize {
         let ring = self.ring(from, to);
         let written = ring.written.load(Ordering::Relaxed);
@@ -159,9 +158,9 @@ impl Shared {
         count
     }
 
-    /// Reads bytes that rank `from` wrote for rank `to` into `bytes`, as far as they are present,
-    /// without waiting. Returns the number of bytes read. Only one thread of rank `to` may call
-    /// this at a time.
+    /// Reads bytes that rank `from` has written for rank `to`, up to the length of `bytes`. Does
+    /// not wait. Returns the number of bytes read. Only one thread of rank `to` may call this at a
+    /// time.
     pub(crate) fn read(&self, from: usize, to: usize, bytes: &mut [u8]) -> usize {
         let ring = self.ring(from, to);
         let read = ring.read.load(Ordering::Relaxed);

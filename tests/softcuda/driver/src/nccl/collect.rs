@@ -9,7 +9,7 @@ use crate::error::{Code, Result};
 use crate::nccl::Communicator;
 use crate::nccl::channel::{LOOK, Shared};
 
-/// The called function, with its number of the reduction, or with the rank of its peer.
+/// The called NCCL function, with NCCL's number of the reduction or the rank of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     AllReduce(u32),
@@ -20,7 +20,8 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Returns a number that the sender's and the receiver's call must have in common.
+    /// Returns a number in message headers. It must be equal in the calls of the sender and the
+    /// receiver.
     fn number(self) -> u32 {
         match self {
             Kind::AllReduce(reduce) => 0x100 | reduce,
@@ -31,8 +32,8 @@ impl Kind {
     }
 }
 
-/// The arguments of one call: device addresses `from` and `to`, `count` elements, and NCCL's number
-/// of the dtype.
+/// The arguments of one call. `from` and `to` are device addresses, `count` is in elements, and
+/// `dtype` is NCCL's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Operation {
     pub(crate) kind: Kind,
@@ -45,8 +46,8 @@ pub(crate) struct Operation {
 /// Bytes of a message's header: kind (4 bytes), dtype (4), and number of bytes that follow (8).
 const HEAD: usize = 16;
 
-/// A message to or from the rank `peer`; `bytes` includes the header, and `done` of them are
-/// transferred.
+/// A message to or from the rank `peer`. `bytes` includes the header, and `done` is the number of
+/// bytes that are transferred.
 struct Message {
     peer: usize,
     bytes: Vec<u8>,
@@ -71,8 +72,8 @@ impl Operation {
         self.count * self.item()
     }
 
-    /// Fails if NCCL would refuse the call: for an unknown dtype or reduction, or a peer that is
-    /// not in the group.
+    /// Fails if NCCL would refuse the call: for an unknown dtype or reduction, or a peer outside of
+    /// the group.
     pub(crate) fn check(&self, of: &Communicator) -> std::result::Result<(), ()> {
         let peer = match self.kind {
             Kind::Send(peer) | Kind::Receive(peer) => peer,
@@ -144,13 +145,13 @@ fn put(address: u64, bytes: &[u8]) -> Result {
     Ok(())
 }
 
-/// Runs a group of sends and receives, or one collective, in the calling thread. Blocks until its
-/// messages are in the rings and those from other ranks have arrived. Returns early, without
-/// writing, if the communicator is aborted.
+/// Runs a group of sends and receives, or one collective, in the calling thread. Blocks until all
+/// its messages are in the rings, and all messages from other ranks have arrived. Returns early,
+/// without writing results, if the communicator is aborted.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` for bytes outside one live allocation. `CUDA_ERROR_LAUNCH_FAILED`
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` for bytes outside of a live allocation. `CUDA_ERROR_LAUNCH_FAILED`
 /// if ranks have called different operations, where NCCL would mix up their bytes.
 pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) -> Result {
     let mut out = Vec::new();
@@ -234,9 +235,9 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
     }
 }
 
-/// Blocks until all of `out` is in the rings and all of `coming` has arrived. Returns false if the
-/// communicator was aborted before. Fails with `CUDA_ERROR_LAUNCH_FAILED` if a message has another
-/// header than expected.
+/// Blocks until all messages in `out` are in the rings, and all in `coming` have arrived. Returns
+/// false if the communicator was aborted before. Fails with `CUDA_ERROR_LAUNCH_FAILED` if a message
+/// does not have the expected header.
 fn exchange(
     of: &Communicator,
     shared: &Shared,

@@ -33,7 +33,7 @@ static COMMUNICATORS: Handles<Communicator> = Handles::new(9);
 /// Texts that `ncclGetLastError` returned to C programs; they are never freed.
 static TEXTS: Mutex<Vec<CString>> = Mutex::new(Vec::new());
 
-/// Codes of `ncclResult_t` that the functions of this file return.
+/// Result codes of NCCL, which the functions of this file return.
 const SUCCESS: u32 = 0;
 const UNHANDLED_CUDA_ERROR: Code = Code(1);
 const SYSTEM_ERROR: Code = Code(2);
@@ -41,10 +41,10 @@ const INVALID_ARGUMENT: Code = Code(4);
 const INVALID_USAGE: Code = Code(5);
 const IN_PROGRESS: Code = Code(7);
 
-/// Delay before the thread of a call issues its work; until then the call is in progress.
+/// Delay before the thread of a call issues its work. Until then the call counts as in progress.
 const ISSUING: Duration = Duration::from_micros(100);
-/// Limit on the wait for a communicator's work when it is destroyed or aborted. After it, a message
-/// is printed and the call returns.
+/// Limit on the wait for a communicator's work when it is destroyed or aborted. After it, the call
+/// prints a message and returns.
 const LONG: Duration = Duration::from_secs(20);
 
 /// One rank's communicator. `shared` is `None` until all ranks have joined.
@@ -60,10 +60,11 @@ pub(crate) struct Communicator {
 }
 
 struct State {
-    /// `ncclResult_t` of the operation begun last; `ncclInProgress` while its own thread runs.
+    /// Result of the operation that was begun last. It is `ncclInProgress` while the operation's
+    /// own thread runs.
     answer: u32,
     text: String,
-    /// Number of pieces of work, in threads and streams, that have not ended.
+    /// Number of pieces of work, in threads and in streams, that have not ended.
     work: u32,
 }
 
@@ -91,8 +92,8 @@ struct GroupFailure {
     text: String,
 }
 
-/// The calls of a thread between `ncclGroupStart` and `ncclGroupEnd`; `depth` counts the open
-/// starts.
+/// The calls of a thread between `ncclGroupStart` and `ncclGroupEnd`. `depth` is the number of
+/// groups that are not ended.
 #[derive(Default)]
 struct Group {
     depth: u32,
@@ -104,7 +105,7 @@ thread_local! {
 }
 
 impl Communicator {
-    /// Returns true if the communicator was aborted: then work that waits for other ranks must end.
+    /// True if the communicator was aborted. Work that waits for other ranks must then end.
     pub(crate) fn is_aborted(&self) -> bool {
         self.aborted.load(Ordering::SeqCst)
     }
@@ -185,8 +186,8 @@ impl Communicator {
         }
     }
 
-    /// Runs `work` in a thread of its own. A blocking communicator waits for `work` and returns its
-    /// result. Another one returns `ncclInProgress` as an error at once, although `work` runs.
+    /// Runs `work` in a new thread. A blocking communicator waits for `work` and returns its
+    /// result. Another communicator returns the error `ncclInProgress` at once, while `work` runs.
     fn by_itself(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) -> Result {
         self.begin();
         self.state.lock().work += 1;
@@ -210,7 +211,7 @@ impl Communicator {
         }
     }
 
-    /// Issues operations as one piece of work on a stream, from a thread of its own. A non-blocking
+    /// Issues operations as one piece of work on a stream, from a new thread. A non-blocking
     /// communicator returns `ncclInProgress` before the work is issued.
     fn launch(self: &Arc<Self>, stream: Arc<Stream>, operations: Vec<Operation>) -> Result {
         let uses: Vec<Use> = operations
@@ -242,8 +243,8 @@ impl Communicator {
     }
 }
 
-/// Issues an operation on a communicator in a stream, or records it if the calling thread is in a
-/// group.
+/// Issues an operation of a communicator in a stream. Between `ncclGroupStart` and `ncclGroupEnd`
+/// of the calling thread, only records it.
 fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
     let communicator = COMMUNICATORS
         .get(communicator)
@@ -275,8 +276,8 @@ fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
 }
 
 nccl! {
-    /// Returns the NCCL version that this driver imitates, 2.27.7; not all functions of that
-    /// version are present.
+    /// Returns the NCCL version that this driver imitates, 2.27.7. Some functions of that version
+    /// are missing.
     fn ncclGetVersion(version: Out<i32>) {
         version.set(22_707)
     }
@@ -341,8 +342,8 @@ nccl! {
 }
 
 nccl! {
-    /// Returns the result of the operation begun last. It is `ncclInProgress` before the ranks have
-    /// joined, or before the work is issued in the stream.
+    /// Returns the result of the operation that was begun last. It is `ncclInProgress` until the
+    /// ranks have joined and the work is issued in the stream.
     fn ncclCommGetAsyncError(communicator: Handle, state: Out<u32>) {
         let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
         let answer = communicator.state.lock().answer;
@@ -351,8 +352,8 @@ nccl! {
 }
 
 nccl! {
-    /// Finalizes a communicator: the operation ends when the work issued before is done. A blocking
-    /// communicator waits for it; another one returns `ncclInProgress` at once.
+    /// Finalizes a communicator. The operation ends when all work issued before is done. A blocking
+    /// communicator waits for that; another one returns `ncclInProgress` at once.
     fn ncclCommFinalize(communicator: Handle) {
         let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
         communicator.ready()?;
@@ -378,8 +379,8 @@ nccl! {
 }
 
 nccl! {
-    /// Removes a communicator and ends all its waits for other ranks. Returns when the streams have
-    /// passed its work, or after 20 seconds with a message.
+    /// Removes a communicator and ends all its waits for other ranks. Returns when its work in
+    /// streams has ended, or after 20 seconds with a message.
     fn ncclCommAbort(communicator: Handle) {
         let communicator = COMMUNICATORS.remove(communicator).map_err(|_| INVALID_ARGUMENT)?;
         communicator.aborted.store(true, Ordering::SeqCst);
@@ -428,8 +429,8 @@ nccl! {
 }
 
 nccl! {
-    /// Sends `count` elements to the rank `peer`, which must receive as many. In the stream, the
-    /// send may end before they are received.
+    /// Sends `count` elements to the rank `peer`, which must receive the same number. In the
+    /// stream, the send may end before the elements are received.
     fn ncclSend(
         from: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle,
     ) {
@@ -453,8 +454,8 @@ nccl! {
 }
 
 nccl! {
-    /// Starts a group, which may be inside another: the thread's calls are recorded until the
-    /// outermost `ncclGroupEnd`.
+    /// Starts a group, which may be inside another one. The calls of this thread are recorded until
+    /// the outermost `ncclGroupEnd`.
     fn ncclGroupStart() {
         GROUP.with_borrow_mut(|group| group.depth += 1);
         Ok(())
@@ -462,7 +463,7 @@ nccl! {
 }
 
 nccl! {
-    /// Ends a group. The end of the outermost one issues the recorded calls, as one piece of work
+    /// Ends a group. The end of the outermost group issues the recorded calls, as one piece of work
     /// per communicator and stream.
     fn ncclGroupEnd() {
         let mut calls = GROUP.with_borrow_mut(|group| {
