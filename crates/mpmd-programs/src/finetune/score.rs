@@ -14,10 +14,11 @@ use crate::division::DivisionArgs;
 use crate::inputs::{InputFiles, check_inputs, compared};
 
 /// Options of training that `--score` would ignore.
-const NOT_SCORED: [&str; 7] = [
+const NOT_SCORED: [&str; 8] = [
     "TEXT",
     "data",
     "held_out",
+    "evaluate_every",
     "lora",
     "save",
     "checkpoints",

@@ -40,6 +40,9 @@ pub(crate) struct TrainArgs {
     /// Evaluate on this text, or this file of examples; default: every tenth part of the others
     #[arg(long, value_name = "FILE")]
     pub held_out: Option<PathBuf>,
+    /// Updates between evaluations; there is one at the end in any case
+    #[arg(long, value_name = "STEPS", value_parser = at_least(1))]
+    pub evaluate_every: Option<usize>,
     /// Number of updates, those before a continued checkpoint included
     #[arg(long, default_value_t = 100, value_parser = at_least(1))]
     pub steps: usize,
@@ -307,6 +310,9 @@ impl Training<'_> {
             Some(step) => step?,
         };
         let mut run = Run::steps(args.steps as u64);
+        if let Some(steps) = args.evaluate_every {
+            run = run.evaluate_every(steps as u64);
+        }
         if let Some(file) = &args.metrics {
             run = run.metrics(file);
         }

@@ -190,6 +190,28 @@ fn training_continues_with_experts_on_more_devices() {
 }
 
 #[test]
+fn held_out_text_is_evaluated_while_training_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, text) = (path("plain"), text());
+    let metrics = folder.path().join("metrics.jsonl");
+    let mut args = vec!["--model", model.to_str().unwrap(), text.to_str().unwrap()];
+    args.extend("--stages 2 --time 32 --microbatches 2 --steps 5".split_whitespace());
+    args.extend(["--evaluate-every", "2"]);
+    args.extend(["--metrics", metrics.to_str().unwrap()]);
+    let ends = run(2, &args);
+    assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+
+    let lines = std::fs::read_to_string(&metrics).unwrap();
+    let lines = lines
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let evaluated = lines
+        .filter(|line| line["evaluation"].is_f64())
+        .map(|line| line["step"].as_u64().unwrap());
+    assert_eq!(evaluated.collect::<Vec<_>>(), [2, 4, 5]);
+}
+
+#[test]
 fn score_that_is_no_number_is_an_error() {
     let folder = copy("plain");
     change(folder.path(), |tensors| {
