@@ -109,7 +109,7 @@ fn compose(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 
 /// The operation of a rotation.
 struct PairRotation {
-    /// `[batch or 1, time, dim / 2]`, as `sin`.
+    /// The cosines of the angles: `[batch or 1, time, dim / 2]`. `sin` has the same shape.
     cos: Tensor,
     sin: Tensor,
     time: usize,
@@ -117,7 +117,7 @@ struct PairRotation {
 }
 
 impl PairRotation {
-    /// Rotates the rows of `x`, in the other direction if `is_back` is set.
+    /// Rotates the rows of `x`, by the negative angles if `is_back` is true.
     fn apply(&self, x: &[f32], is_back: bool) -> Result<Vec<f32>> {
         let cos = values(&self.cos)?;
         let sin = values(&self.sin)?;
