@@ -11,8 +11,7 @@ pub enum Rate {
     WarmupCosine {
         /// The highest rate, reached in step `warmup`.
         peak: f64,
-        /// The lowest rate, from step `total` on. Step `warmup` has the peak even if it is not
-        /// before `total`.
+        /// The lowest rate, from step `total` on, but not before the peak in step `warmup`.
         floor: f64,
         /// Number of steps in which the rate rises. If it is 0, step 1 already has nearly the peak
         /// rate.
@@ -24,8 +23,7 @@ pub enum Rate {
     WarmupLinear {
         /// The highest rate, reached in step `warmup`.
         peak: f64,
-        /// The lowest rate, from step `total` on. Step `warmup` has the peak even if it is not
-        /// before `total`.
+        /// The lowest rate, from step `total` on, but not before the peak in step `warmup`.
         floor: f64,
         /// Number of steps in which the rate rises. If it is 0, step 1 already has nearly the peak
         /// rate.

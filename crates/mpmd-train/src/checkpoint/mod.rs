@@ -90,7 +90,7 @@ pub struct Checkpoints {
     trained_only: bool,
     at: RestorePoint,
     settings: BTreeMap<String, String>,
-    /// The lock of the folder; `None` except on process 0 after its first save.
+    /// The lock of the folder, once process 0 has taken it. `None` on other processes.
     lock: Arc<Mutex<Option<FolderLock>>>,
 }
 
