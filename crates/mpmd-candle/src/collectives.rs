@@ -182,7 +182,7 @@ pub(crate) fn size(axis: &str) -> Result<usize> {
 ///
 /// # Errors
 ///
-/// As for [`size`].
+/// Returns the errors of [`size`].
 pub(crate) fn index(axis: &str) -> Result<usize> {
     of_exchange(axis, |exchange| exchange.index(axis))
 }

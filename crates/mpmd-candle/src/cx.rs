@@ -133,7 +133,7 @@ impl Cx<'_> {
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_gather`].
+    /// Returns the errors of [`Cx::all_gather`].
     pub fn gathered(&self, x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
         collectives::gathered(x, dim, axis)
     }
@@ -166,7 +166,7 @@ impl Cx<'_> {
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn replicated(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
         collectives::replicated(x, axis)
     }
@@ -179,7 +179,7 @@ impl Cx<'_> {
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn tree_sum(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
         collectives::tree_sum(x, axis)
     }
@@ -189,7 +189,7 @@ impl Cx<'_> {
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn tree_replicated(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
         collectives::tree_replicated(x, axis)
     }

@@ -21,7 +21,7 @@ use mpmd_layout::region::Region;
 ///
 /// # Panics
 ///
-/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length does not match its region, or `piece` is not within both regions.
 pub fn copy_region(
     src: &[u8],
     src_region: &Region,
@@ -40,7 +40,7 @@ pub fn copy_region(
 ///
 /// # Panics
 ///
-/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length does not match its region, or `piece` is not within both regions.
 pub fn copy_part(
     src: &[u8],
     src_region: &Region,
@@ -92,7 +92,7 @@ pub fn copy_part(
 ///
 /// # Panics
 ///
-/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length does not match its region, or `piece` is not within both regions.
 pub(super) fn runs(
     src: &[u8],
     src_region: &Region,
@@ -177,7 +177,7 @@ impl Loops {
     ///
     /// # Panics
     ///
-    /// If a length is not that of its region, or `piece` is not within both regions.
+    /// If a length does not match its region, or `piece` is not within both regions.
     pub(crate) fn checked(
         src_bytes: usize,
         dst_bytes: usize,

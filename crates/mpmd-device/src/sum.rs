@@ -15,7 +15,7 @@ use mpmd_layout::region::Region;
 ///
 /// # Panics
 ///
-/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length does not match its region, or `piece` is not within both regions.
 pub fn add_region(
     src: &[u8],
     src_region: &Region,

@@ -37,7 +37,7 @@ impl Drop for RoomGuard {
 ///
 /// # Safety
 ///
-/// As for the driver's function.
+/// The requirements of the driver's function apply.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream: *mut c_void) -> u32 {
     /// The driver's error code `CUDA_ERROR_OUT_OF_MEMORY`.

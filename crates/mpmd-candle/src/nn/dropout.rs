@@ -29,7 +29,7 @@ impl Dropout {
     ///
     /// # Errors
     ///
-    /// As [`dropout`].
+    /// Returns the errors of [`dropout`].
     pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         if train {
             dropout(xs, self.drop_p)

@@ -51,7 +51,7 @@ impl Linear {
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
         let sizes = axes
             .iter()
@@ -86,7 +86,7 @@ impl Linear {
     ///
     /// # Errors
     ///
-    /// As `forward`.
+    /// Returns the errors of `forward`.
     pub fn forward_activated(&self, x: &Tensor, activation: Activation) -> Result<Tensor> {
         if let (Some(curve), Some(bias)) = (activation.curve(), &self.bias)
             && let Ok(shape) = self.shape(x)

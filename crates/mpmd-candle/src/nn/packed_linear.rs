@@ -75,7 +75,7 @@ impl PackedLinear {
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
         let product = Self {
             weight: self.weight.clone(),

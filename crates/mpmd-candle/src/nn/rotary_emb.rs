@@ -21,8 +21,8 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         .contiguous()
 }
 
-/// Rotates the pairs `(2i, 2i + 1)` of the rows of `xs` `[batch, heads, time, dim]`. The other
-/// shapes are those of [`rope`].
+/// Rotates the pairs `(2i, 2i + 1)` of the rows of `xs` `[batch, heads, time, dim]`. `cos` and
+/// `sin` have the shapes that [`rope`] takes.
 ///
 /// # Errors
 ///
@@ -41,8 +41,8 @@ pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         .reshape(xs.shape())
 }
 
-/// Rotates the pairs `(i, i + dim / 2)` of the rows of `xs` `[batch, time, heads, dim]`. The other
-/// shapes are those of [`rope`].
+/// Rotates the pairs `(i, i + dim / 2)` of the rows of `xs` `[batch, time, heads, dim]`. `cos` and
+/// `sin` have the shapes that [`rope`] takes.
 ///
 /// # Errors
 ///

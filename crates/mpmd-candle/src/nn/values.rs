@@ -33,7 +33,8 @@ pub(super) fn single(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Elements of a tensor on the CPU: those of an f32 tensor in place, or copies of halves.
+/// Elements of a tensor on the CPU as f32: borrowed from an f32 tensor, or copied from half
+/// precision.
 pub(super) enum TensorValues<'a> {
     InPlace {
         storage: StorageRef<'a>,
@@ -202,7 +203,7 @@ pub(super) fn add_columns(
 ///
 /// # Errors
 ///
-/// As [`weight_gradient`].
+/// Returns the errors of [`weight_gradient`].
 pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Tensor>> {
     weight_gradient(bias, move |into| {
         let gradient = values(&gradient)?;

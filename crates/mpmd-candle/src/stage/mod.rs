@@ -212,7 +212,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ///
     /// # Errors
     ///
-    /// As for [`Program::array_from_fn`].
+    /// Returns the errors of [`Program::array_from_fn`].
     #[track_caller]
     pub fn init(
         &self,
@@ -229,7 +229,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ///
     /// # Errors
     ///
-    /// As for [`Program::array_from_fn`].
+    /// Returns the errors of [`Program::array_from_fn`].
     #[track_caller]
     pub fn init_as(
         &self,

@@ -14,7 +14,8 @@ const fn table() -> [u32; KEYS] {
     table
 }
 
-/// Returns a word whose bits all depend on those of `x` (the finaliser of splitmix64).
+/// Mixes the bits of `x`, so that each bit of the result depends on all of them (splitmix64's
+/// finaliser).
 const fn mixed(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -185,7 +185,7 @@ impl RawStream {
     ///
     /// # Safety
     ///
-    /// As [`RawStream::copy_all`].
+    /// The requirements of [`RawStream::copy_all`] apply.
     unsafe fn copy_loops(
         &self,
         dims: &[Loop],
@@ -215,7 +215,7 @@ impl RawStream {
     ///
     /// # Safety
     ///
-    /// As [`RawStream::copy_all`].
+    /// The requirements of [`RawStream::copy_all`] apply.
     unsafe fn copy_run(
         &self,
         bytes: usize,
@@ -261,7 +261,7 @@ impl RawStream {
     ///
     /// # Safety
     ///
-    /// As [`RawStream::copy_all`].
+    /// The requirements of [`RawStream::copy_all`] apply.
     unsafe fn copy_rows(
         &self,
         rows: Loop,
@@ -301,7 +301,7 @@ impl RawStream {
     ///
     /// # Safety
     ///
-    /// As [`RawStream::copy_all`].
+    /// The requirements of [`RawStream::copy_all`] apply.
     unsafe fn copy_blocks(
         &self,
         blocks: Loop,

@@ -219,7 +219,7 @@ impl Saving {
     ///
     /// # Errors
     ///
-    /// As for [`Saving::report`].
+    /// Returns the errors of [`Saving::report`].
     pub(crate) fn finish(&mut self, p: &mut Program) -> Result<()> {
         let ended = || {
             Err(Error::Environment(

@@ -28,7 +28,7 @@ pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>> {
 ///
 /// # Errors
 ///
-/// As for [`read_regular`].
+/// Returns the errors of [`read_regular`].
 pub fn refuse_pointer(path: &Path, bytes: u64) -> Result<()> {
     if bytes <= LARGEST {
         read_regular(path, LARGEST)?;

@@ -396,7 +396,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As for [`exchange_blocks`](Self::exchange_blocks).
+    /// The requirements of [`exchange_blocks`](Self::exchange_blocks) apply.
     unsafe fn exchange_pairs(
         &self,
         pairs: &[(usize, usize)],
