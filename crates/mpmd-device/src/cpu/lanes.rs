@@ -74,12 +74,13 @@ pub fn max(x: &[f32]) -> f32 {
     combine(lanes, larger)
 }
 
-/// Returns e to the power `x`, with a relative error below 3e-7. Below -80 the result is zero, so
-/// that products with it do not become subnormal, which is slow. Above 80 the result is that of 80.
-/// A NaN stays a NaN.
+/// Returns e to the power `x`, with a relative error below 3e-7. A NaN stays a NaN.
 ///
-/// The code has no branches or calls. `e^x = 2^n e^r` with an integer `n` and `|r|` at most half of
-/// ln 2. There seven terms of the series are exact to the last bit or two.
+/// Below -80 the result is zero, since slow subnormal numbers could follow from smaller results.
+/// Above 80 the result is e to the power 80.
+///
+/// The code has no branches or calls. It computes `e^x = 2^n e^r` with an integer `n` and `|r|` of
+/// at most half of ln 2. For such `r`, seven terms of the series are exact to the last bit or two.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LIMIT: f32 = 80.0;

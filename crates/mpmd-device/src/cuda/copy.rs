@@ -40,7 +40,7 @@ impl Stream {
     ///
     /// # Panics
     ///
-    /// If a buffer's length is not that of its region, the piece is not within both regions, or
+    /// If a buffer's length does not match its region, the piece is not within both regions, or
     /// `to` is on the host.
     pub fn copy_in(
         &self,
@@ -82,7 +82,7 @@ impl Stream {
     /// if the copy failed.
     /// # Panics
     ///
-    /// If a buffer's length is not that of its region, the piece is not within both regions, or
+    /// If a buffer's length does not match its region, the piece is not within both regions, or
     /// `to` is on a device.
     pub fn copy_out(
         &self,
