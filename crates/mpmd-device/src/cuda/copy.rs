@@ -80,6 +80,7 @@ impl Stream {
     /// Returns before the copy ends. The copy runs after the work that fills `from`. A fence keeps
     /// the memory of `from` allocated until it ends. `then` receives the buffer `to`, or the error
     /// if the copy failed.
+    ///
     /// # Panics
     ///
     /// If a buffer's length does not match its region, the piece is not within both regions, or

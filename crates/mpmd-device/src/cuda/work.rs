@@ -24,7 +24,6 @@ impl Grid {
     /// The last block has threads beyond the last element, so the function must compare its index
     /// with the number of elements. The grid has at most 2³¹ - 1 blocks. If there are more elements
     /// than threads, the function must loop in steps of the grid's size.
-    /// that covers, the function must loop in steps of the grid's size.
     pub fn over(elements: usize) -> Self {
         let blocks = elements
             .div_ceil(THREADS as usize)
