@@ -23,7 +23,7 @@ pub(crate) fn tensor_of(view: &View<'_>, place: Place<'_>) -> Result<Tensor> {
     })
 }
 
-/// Returns a tensor of dtype `dtype` with the view's values; a variable if it is `trainable`.
+/// Copies the view's values to a tensor of dtype `dtype`, a variable if `trainable` is true.
 pub(crate) fn tensor_in(
     view: &View<'_>,
     dtype: DType,
@@ -43,7 +43,7 @@ pub(crate) fn tensor_in(
     }
 }
 
-/// Returns a variable of zeros, or a tensor if `trainable` is false.
+/// Returns zeros in host memory: a variable if `trainable` is true, else a tensor.
 pub(crate) fn zeros(aval: &ShapedArray, trainable: bool) -> Result<Tensor> {
     let dtype = candle_type(aval.dtype())?;
     if trainable {
@@ -53,7 +53,7 @@ pub(crate) fn zeros(aval: &ShapedArray, trainable: bool) -> Result<Tensor> {
     Tensor::zeros(aval.shape(), dtype, &Device::Cpu).map_err(refused)
 }
 
-/// Copies the values of a gradient to the view, which may be of another float type.
+/// Copies a gradient to the view and converts it to the view's float type.
 pub(crate) fn write_gradient(
     tensor: &Tensor,
     view: &mut ViewMut<'_>,
@@ -63,7 +63,7 @@ pub(crate) fn write_gradient(
     write(&tensor.to_dtype(dtype).map_err(refused)?, view, place)
 }
 
-/// Copies the tensor's values to the view. They must have the same shape and dtype.
+/// Copies the tensor's values to the view. Returns an error if their shapes or dtypes differ.
 pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> Result<()> {
     let found = aval_of(tensor)?;
     if found.shape() != view.shape() || found.dtype() != view.global().dtype() {
@@ -84,8 +84,7 @@ pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -
     })
 }
 
-/// Adds the tensor's values to those of the view, which have the same shape and may be of another
-/// float type.
+/// Adds the tensor's values to the view's values. The shapes are equal; the float types may differ.
 pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> Result<()> {
     let tensor = &tensor
         .to_dtype(candle_type(view.global().dtype())?)
@@ -136,8 +135,7 @@ fn read<T: WithDType + Element, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -
         .ok_or_else(|| Error::kernel("a tensor is larger than its memory"))
 }
 
-/// Overwrites the values of a tensor, which may be a variable, with those of the view. They are
-/// converted to the tensor's dtype.
+/// Overwrites a tensor, which may be a variable, with the view's values in the tensor's dtype.
 pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>, place: Place<'_>) -> Result<()> {
     let dtype = array_type(tensor.dtype())?;
     if dtype != view.global().dtype() {
@@ -161,7 +159,7 @@ pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>, place: Place<'_>) -> Res
 /// The operation that overwrites a contiguous tensor in place.
 struct OverwriteValues<'a, T>(&'a [T]);
 
-/// Element types with storage that can be written.
+/// Element types with mutable access to the elements of a CPU storage.
 trait StoredElement: WithDType {
     fn values(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
@@ -206,14 +204,14 @@ impl<T: StoredElement> InplaceOp1 for OverwriteValues<'_, T> {
     }
 }
 
-/// The memory of a tensor.
+/// The address and the size of a tensor's memory.
 pub(crate) struct TensorMemory {
-    /// The address that identifies the memory.
+    /// The address of candle's storage. Tensors that share memory have the same address.
     pub(crate) address: usize,
     pub(crate) bytes: u64,
 }
 
-/// Returns the memory of a tensor.
+/// Returns the address and the size of a tensor's memory.
 pub(crate) fn memory_of(tensor: &Tensor) -> TensorMemory {
     let (storage, _) = tensor.storage_and_layout();
     let address = std::ptr::from_ref::<Storage>(&storage).addr();

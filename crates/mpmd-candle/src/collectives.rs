@@ -30,7 +30,8 @@ enum FoundKind {
 }
 
 impl FoundCollective {
-    /// Returns the collective for inputs of `here` elements, where the probe had `there`.
+    /// Scales the number of elements from a probe with `there` input elements to `here` input
+    /// elements.
     pub(crate) fn scaled(&self, here: u64, there: u64) -> Self {
         let grown = (self.elements as u64)
             .saturating_mul(here)
@@ -41,13 +42,13 @@ impl FoundCollective {
         }
     }
 
-    /// Returns true if it is an all-gather over this axis.
+    /// Returns true if the collective is an all-gather over `axis`.
     pub(crate) fn gathers(&self, axis: &str) -> bool {
         self.kind == FoundKind::AllGather && self.axis == axis
     }
 }
 
-/// Returns the declaration of these collectives.
+/// Declares the probed collectives in a kernel signature.
 pub(crate) fn declared(found: &[FoundCollective]) -> Signature<()> {
     found.iter().fold(
         Signature::new(()),
@@ -67,7 +68,7 @@ pub(crate) fn declared(found: &[FoundCollective]) -> Signature<()> {
     )
 }
 
-/// Collectives of a probe: they communicate nothing, and are recorded.
+/// Records the collectives of a probe. It communicates nothing.
 pub(crate) struct CollectiveRecorder<'a> {
     pub(crate) mesh: &'a Mesh,
     pub(crate) found: Vec<FoundCollective>,
@@ -88,7 +89,7 @@ impl Exchange for CollectiveRecorder<'_> {
         Ok(self.mesh.axis_size(axis)?)
     }
 
-    /// A probe runs on the first device.
+    /// Returns 0, since a probe runs on the first device.
     fn index(&mut self, _: &str) -> mpmd_core::Result<usize> {
         Ok(0)
     }
@@ -121,27 +122,28 @@ impl Exchange for CollectiveRecorder<'_> {
     }
 }
 
-/// Adds up over the axis; the gradient passes unchanged.
+/// Sums `x` over the devices along `axis`. The gradient passes unchanged.
 pub(crate) fn all_reduce(x: &Tensor, axis: &str) -> Result<Tensor> {
     apply(x, axis, CollectiveStep::Sum)
 }
 
-/// Passes values unchanged; adds up the gradients over the axis.
+/// Returns `x` unchanged. The backward pass sums the gradients over the devices along `axis`.
 pub(crate) fn replicated(x: &Tensor, axis: &str) -> Result<Tensor> {
     apply(x, axis, CollectiveStep::Same)
 }
 
-/// Adds up over the axis in the order of a tree; the gradient passes unchanged.
+/// Sums `x` over the devices along `axis` in the order of a binary tree. The gradient passes
+/// unchanged.
 pub(crate) fn tree_sum(x: &Tensor, axis: &str) -> Result<Tensor> {
     apply(x, axis, CollectiveStep::TreeSum)
 }
 
-/// Passes values unchanged; adds up the gradients over the axis in the order of a tree.
+/// Returns `x` unchanged. The backward pass sums the gradients in the order of [`tree_sum`].
 pub(crate) fn tree_replicated(x: &Tensor, axis: &str) -> Result<Tensor> {
     apply(x, axis, CollectiveStep::SameOfTree)
 }
 
-/// Concatenates in dimension `dim`; the gradient is reduced and scattered.
+/// Concatenates the devices' `x` in dimension `dim`. The backward pass is a reduce-scatter.
 pub(crate) fn all_gather(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     // The collectives work on the first dimension.
     let x = first(x, dim)?;
@@ -150,7 +152,8 @@ pub(crate) fn all_gather(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
         .contiguous()
 }
 
-/// Concatenates in dimension `dim`; the gradient is the device's own part.
+/// Concatenates the devices' `x` in dimension `dim`. In the backward pass each device takes its own
+/// part of the gradient.
 pub(crate) fn gathered(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     let x = first(x, dim)?;
     apply(&x, axis, CollectiveStep::Join)?
@@ -158,7 +161,7 @@ pub(crate) fn gathered(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
         .contiguous()
 }
 
-/// Adds up, and divides dimension `dim`; the gradient is gathered.
+/// Sums `x` and gives each device its part of dimension `dim`. The backward pass is an all-gather.
 pub(crate) fn reduce_scatter(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     let x = first(x, dim)?;
     apply(&x, axis, CollectiveStep::Scatter)?
@@ -170,16 +173,16 @@ pub(crate) fn reduce_scatter(x: &Tensor, dim: usize, axis: &str) -> Result<Tenso
 ///
 /// # Errors
 ///
-/// Outside of a stage, and if the mesh has no such axis.
+/// If called outside of a stage, or if the mesh has no such axis.
 pub(crate) fn size(axis: &str) -> Result<usize> {
     of_exchange(axis, |exchange| exchange.size(axis))
 }
 
-/// Returns the place of this device along an axis of the stage's mesh.
+/// Returns the index of this device along an axis of the stage's mesh.
 ///
 /// # Errors
 ///
-/// As for [`size`].
+/// Returns the errors of [`size`].
 pub(crate) fn index(axis: &str) -> Result<usize> {
     of_exchange(axis, |exchange| exchange.index(axis))
 }
@@ -230,7 +233,7 @@ struct CollectiveOp {
 }
 
 impl CollectiveOp {
-    /// Runs the collective over the first dimension.
+    /// Runs the collective over the first dimension of `values`, which have the shape `dims`.
     fn run(
         &self,
         exchange: &mut dyn Exchange,

@@ -19,14 +19,14 @@ pub struct Cx<'a> {
     pub(crate) side: SideValues<'a>,
     /// The stage's state. `None` in a probe, and if the stage has none.
     pub(crate) state: Option<View<'a>>,
-    /// The CUDA device of the pass.
+    /// The CUDA device of the pass; `None` for a pass on the host.
     pub(crate) place: Place<'a>,
 }
 
 /// The side inputs of a microbatch, by name.
 pub(crate) enum SideValues<'a> {
     Values(BTreeMap<String, View<'a>>),
-    /// Only the shapes, of a probe.
+    /// The shapes of the side inputs, in a probe.
     Shapes(BTreeMap<String, ShapedArray>),
 }
 
@@ -62,12 +62,15 @@ impl Cx<'_> {
     }
 
     /// Gives exclusive access to the stage's [state](mpmd_core::pipeline::Pipeline::state) on this
-    /// device, such as a cache, until the result is dropped. `None` in a probe, which has zeros in
-    /// place of all values: compute with a state of the same shapes that is dropped.
+    /// device, such as a cache, until the result is dropped.
+    ///
+    /// Returns `None` in a probe, where all values are zeros. Create a temporary state of the same
+    /// shapes there.
     ///
     /// # Errors
     ///
-    /// If the stage has no state, or one of another type. If the pass has access to it already.
+    /// If the stage has no state, or a state of another type. If this pass already holds the
+    /// access.
     pub fn state<T: 'static>(&self) -> Result<Option<ObjectRef<'_, T>>> {
         match (&self.state, &self.side) {
             (Some(state), _) => state.object().map(Some).map_err(candle_core::Error::wrap),
@@ -76,7 +79,7 @@ impl Cx<'_> {
         }
     }
 
-    /// Returns the names of the side inputs in words.
+    /// Lists the names of the side inputs for an error message.
     fn names(&self) -> String {
         let names: Vec<&String> = match &self.side {
             SideValues::Values(values) => values.keys().collect(),
@@ -114,8 +117,8 @@ impl Cx<'_> {
     /// Concatenates `x` of the devices along mesh axis `axis`, in dimension `dim`. All devices get
     /// the result.
     ///
-    /// Each device may use the result for something else: the gradients of the devices are added
-    /// up, and each device gets the part of its `x` (a reduce-scatter).
+    /// Devices may use the result in different computations. The backward pass sums the devices'
+    /// gradients and gives each device the part of its own `x` (a reduce-scatter).
     ///
     /// # Errors
     ///
@@ -125,17 +128,17 @@ impl Cx<'_> {
     }
 
     /// Concatenates `x` of the devices along mesh axis `axis`, in dimension `dim`, for computations
-    /// that are the same on all of these devices. Each device's `x` gets its part of the gradient,
-    /// without communication.
+    /// that are the same on all of these devices. In the backward pass each device takes its own
+    /// part of the gradient, without communication.
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_gather`].
+    /// Returns the errors of [`Cx::all_gather`].
     pub fn gathered(&self, x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
         collectives::gathered(x, dim, axis)
     }
 
-    /// Returns the place of this device along mesh axis `axis`. A probe runs on the first one.
+    /// Returns the index of this device along mesh axis `axis`. It is 0 in a probe.
     ///
     /// # Errors
     ///
@@ -147,23 +150,23 @@ impl Cx<'_> {
     /// Adds up `x` over the devices along mesh axis `axis`, and gives each device its part of
     /// dimension `dim`, in the order of the devices.
     ///
-    /// Its gradient is the concatenation of the devices' gradients (an all-gather).
+    /// In the backward pass the devices' gradients are concatenated (an all-gather).
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_gather`], and if the devices do not divide the dimension.
+    /// As for [`Cx::all_gather`], and if the dimension is no multiple of the number of devices.
     pub fn reduce_scatter(&self, x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
         collectives::reduce_scatter(x, dim, axis)
     }
 
     /// Returns `x`, which is the same on all devices along mesh axis `axis`, for computations that
-    /// differ between these devices. Its gradient is the sum of the devices' gradients.
+    /// differ between these devices. The backward pass sums the devices' gradients.
     ///
-    /// A tensor-parallel part of a model begins with it, and ends with [`Cx::all_reduce`].
+    /// A tensor-parallel part of a model begins with this call and ends with [`Cx::all_reduce`].
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn replicated(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
         collectives::replicated(x, axis)
     }
@@ -171,22 +174,22 @@ impl Cx<'_> {
     /// Adds up `x` over the devices along mesh axis `axis`, as [`Cx::all_reduce`] does, in the
     /// order of a binary tree over the devices: the sums of both halves are added.
     ///
-    /// Add the terms of a device in such an order too. Then the bits of the sum of all terms are
-    /// the same on 1, 2, 4 and so on devices. Each device gets the terms of all.
+    /// If each device also adds its own terms in such an order, the total has the same bits on 1,
+    /// 2, 4 and so on devices. Every device receives the `x` of all devices.
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn tree_sum(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
         collectives::tree_sum(x, axis)
     }
 
-    /// Returns `x` as [`Cx::replicated`] does. The devices' gradients are added up as by
-    /// [`Cx::tree_sum`].
+    /// Returns `x` as [`Cx::replicated`] does. The backward pass sums the devices' gradients in the
+    /// order of [`Cx::tree_sum`].
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn tree_replicated(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
         collectives::tree_replicated(x, axis)
     }

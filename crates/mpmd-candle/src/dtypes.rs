@@ -35,7 +35,7 @@ pub(crate) fn no_tensor(dtype: DType) -> Error {
     ))
 }
 
-/// Converts an error of candle.
+/// Converts an error of candle to an error of mpmd.
 pub(crate) fn refused(error: candle_core::Error) -> Error {
     Error::kernel(with_shortage(error.to_string()))
 }

@@ -7,16 +7,16 @@ use mpmd_core::Result;
 use mpmd_core::cuda::CudaPart;
 use mpmd_core::kernel::Context;
 
-/// The collectives of the device on which a pass runs.
+/// Collectives that layers call in a pass: those of the device, or recorded ones in a probe.
 pub(crate) trait Exchange {
-    /// Returns the number of devices along an axis.
+    /// Returns the number of devices along a mesh axis.
     fn size(&mut self, axis: &str) -> Result<usize>;
-    /// Returns the place of the device along an axis.
+    /// Returns the index of this device along a mesh axis.
     fn index(&mut self, axis: &str) -> Result<usize>;
-    /// Replaces `values` by the sum over the axis.
+    /// Replaces `values` by their sum over the devices along the axis.
     fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> Result<()>;
-    /// Replaces `values` by the sum over the axis, added in the order of a binary tree over the
-    /// devices.
+    /// Replaces `values` by their sum over the devices along the axis, added in the order of a
+    /// binary tree.
     fn tree_sum(&mut self, axis: &str, values: &mut [f32]) -> Result<()> {
         let mut all = vec![0.0; values.len() * self.size(axis)?];
         self.all_gather(axis, values, &mut all)?;
@@ -24,12 +24,13 @@ pub(crate) trait Exchange {
         values.copy_from_slice(&all[..values.len()]);
         Ok(())
     }
-    /// Fills `out` with the parts of all devices, in order.
+    /// Fills `out` with `part` of each device along the axis, in the order of the devices.
     fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> Result<()>;
-    /// Fills `out` with this device's part of the sum.
+    /// Sums `values` over the devices along the axis. Fills `out` with this device's part of the
+    /// sum.
     fn reduce_scatter(&mut self, axis: &str, values: &[f32], out: &mut [f32]) -> Result<()>;
-    /// Does the same as these with values on the CUDA device of a kernel, by work that is only
-    /// issued. The sum over the axis replaces the values of `to`.
+    /// Issues a collective on values in the memory of the kernel's CUDA device, without a wait for
+    /// it. An all-reduce replaces the values of `to` by their sum.
     #[cfg(feature = "cuda")]
     fn on_cuda(
         &mut self,
@@ -43,7 +44,7 @@ pub(crate) trait Exchange {
     }
 }
 
-/// A collective of values on CUDA devices.
+/// The kind of a collective on values in the memory of CUDA devices.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CudaCollective {
@@ -52,20 +53,20 @@ pub(crate) enum CudaCollective {
     ReduceScatter,
 }
 
-/// The forward pass of a collective.
+/// The forward computation of a collective operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CollectiveStep {
     Sum,
     Same,
-    /// Adds up in the order of a binary tree over the devices.
+    /// Sums values over the devices in the order of a binary tree.
     TreeSum,
-    /// Leaves the value as it is. Its gradient is a [`TreeSum`](Self::TreeSum).
+    /// Returns the values unchanged. Its gradient is a [`TreeSum`](Self::TreeSum).
     SameOfTree,
     Gather,
     Scatter,
-    /// Concatenates for a computation that is the same on all devices.
+    /// Concatenates the devices' parts for a computation that is the same on all devices.
     Join,
-    /// Takes the device's own part.
+    /// Returns this device's part of values that are the same on all devices.
     Part,
 }
 
@@ -74,7 +75,7 @@ impl CollectiveStep {
     ///
     /// # Errors
     ///
-    /// If the devices do not divide the first dimension.
+    /// If the step divides the first dimension, and that is no multiple of `size`.
     pub(crate) fn shape(self, dims: &[usize], axis: &str, size: usize) -> Result<Shape> {
         let mut dims = dims.to_vec();
         match self {
@@ -105,7 +106,7 @@ impl CollectiveStep {
     }
 }
 
-/// Adds up rows of `len` elements into the first one: adds the sums of both halves of the rows.
+/// Sums rows of `len` elements into the first row: adds the sums of both halves, recursively.
 fn add_by_tree(rows: &mut [f32], len: usize) {
     let count = rows.len().checked_div(len).unwrap_or(0);
     if count > 1 {

@@ -20,18 +20,19 @@ use crate::tensors::{TensorLeaf, Tensors, Values};
 use crate::threads;
 use crate::tree_form::TreeForm;
 
-/// A function of tensors, with 1 to 4 arguments. `A` is the type of a function with its arguments.
+/// A function of tensors with 1 to 4 arguments. `A` is its signature as a function pointer, such as
+/// `fn(X) -> Y`.
 pub trait TensorFunction<A>: Send + Sync + 'static {
-    /// The structure of the inputs: the argument, or a tuple of several.
+    /// The tree of input arrays: the single argument, or a tuple of all arguments.
     type In: Tree<Leaf = MpmdArray>;
-    /// The structure of the outputs.
+    /// The tree of output arrays.
     type Out: Tree<Leaf = MpmdArray>;
 
     /// Calls the function.
     ///
     /// # Errors
     ///
-    /// The function's own.
+    /// Returns the function's error.
     fn call(&self, x: Values<Self::In>) -> candle_core::Result<Values<Self::Out>>;
 }
 
@@ -47,7 +48,7 @@ where
     }
 }
 
-/// Implements `TensorFunction` for functions with this many arguments.
+/// Implements [`TensorFunction`] for functions with the given arguments.
 macro_rules! call {
     ($($x:ident: $X:ident),+) => {
         impl<F, Y: Tensors, $($X: Tensors),+> TensorFunction<fn($($X),+) -> Y> for F
@@ -71,8 +72,9 @@ call! { a: A, b: B, c: C, d: D }
 
 /// Creates a kernel from a function of tensors: `p.jit(function(f).like_input())`.
 ///
-/// An argument is a [`Tensor`](candle_core::Tensor), or a tree of them: see [`Tensors`]. Values are
-/// copied once into tensors, and once out. The function sees the regions of one device.
+/// An argument is a [`Tensor`](candle_core::Tensor), or a tree of them: see [`Tensors`]. On each
+/// device the function gets the device's regions of the arrays. Inputs are copied to tensors, and
+/// results are copied to the output arrays.
 ///
 /// The outputs' shapes are declared, by [`like_input`](FunctionKernel::like_input) or
 /// [`outputs`](FunctionKernel::outputs), or found by [`probe`](FunctionKernel::probe). Values that
@@ -96,7 +98,7 @@ pub fn function<A: 'static, F: TensorFunction<A>>(f: F) -> FunctionKernel<F, A> 
     ))
 }
 
-/// A kernel that is a function of tensors. Made by [`function`].
+/// A kernel that calls a function of tensors. Created by [`function`].
 pub struct FunctionKernel<F: TensorFunction<A>, A: 'static>(HostKernel<FunctionWork<F, A>>);
 
 /// The function, and the shapes of its outputs.
@@ -132,9 +134,9 @@ impl<A: 'static, F: TensorFunction<A>> FunctionKernel<F, A> {
         self.shaped(OutputShapes::Declared(Box::new(shapes)))
     }
 
-    /// Finds the outputs' shapes for inputs of these global shapes: the owner of the mesh's first
-    /// device runs the function on zeros, and tells all processes. Every process must call it; it
-    /// blocks until the shapes have arrived.
+    /// Determines the outputs' shapes for inputs of global shapes `x`. The owner of the mesh's
+    /// first device runs the function on zeros and sends the shapes to all processes. Every process
+    /// must call this method, which blocks until the shapes have arrived.
     ///
     /// # Errors
     ///
@@ -159,8 +161,8 @@ impl<A: 'static, F: TensorFunction<A>> FunctionKernel<F, A> {
         Self(self.0.with(value))
     }
 
-    /// Computes on the host on CUDA devices too, with copies of all values. Without the feature
-    /// `cuda` all functions do.
+    /// Computes in host memory even if the kernel's devices are CUDA devices: all values are copied
+    /// to the host and back. Without the feature `cuda`, all functions compute in host memory.
     #[must_use]
     pub fn on_host(self) -> Self {
         Self(self.0.map_work(|work| FunctionWork {
@@ -175,7 +177,7 @@ impl<A: 'static, F: TensorFunction<A>> FunctionKernel<F, A> {
 }
 
 impl<A: 'static, F: TensorFunction<A>> FunctionWork<F, A> {
-    /// Finds the outputs' shapes for inputs of these shapes.
+    /// Determines the outputs' shapes on one process and broadcasts them to all.
     fn probe(
         &self,
         p: &mut Program,
@@ -207,7 +209,7 @@ impl<A: 'static, F: TensorFunction<A>> FunctionWork<F, A> {
         Ok(OutputShapes::Probed(inputs, outputs))
     }
 
-    /// Runs the function on zeros of these shapes.
+    /// Runs the function on zeros of shapes `x`. Returns the structure and shapes of its outputs.
     fn try_out(&self, x: &Shapes<F::In>) -> Result<TreeForm> {
         let zeros = x
             .leaves()
@@ -263,7 +265,8 @@ impl<A: 'static, F: TensorFunction<A>> HostWork for FunctionWork<F, A> {
 }
 
 impl<A: 'static, F: TensorFunction<A>> FunctionWork<F, A> {
-    /// Runs the function at a place that has the values.
+    /// Runs the function on the CUDA device of `place`, or on the host. The views are in that
+    /// memory.
     fn run_at(&self, place: Place<'_>, x: Views<'_, F::In>, y: ViewsMut<'_, F::Out>) -> Result<()> {
         threads::enter_pool();
         let structure = x.structure();

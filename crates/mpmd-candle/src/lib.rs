@@ -37,7 +37,8 @@ pub use params::parts_builder;
 pub use stage::{CandleStage, named, stage};
 pub use tensors::{TensorLeaf, Tensors, Values};
 
-/// True if candle's stages compute on devices of this kind. If not, they compute in host memory.
+/// Returns true if candle stages compute on devices of this kind. Otherwise they compute in host
+/// memory.
 pub fn computes_on(kind: DeviceKind) -> bool {
     match kind {
         DeviceKind::Cpu => true,

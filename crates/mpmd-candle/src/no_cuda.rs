@@ -7,13 +7,13 @@ use candle_core::{Device, Tensor};
 use mpmd_core::Result as CoreResult;
 use mpmd_core::kernel::{Context, View, ViewMut};
 
-/// Access to candle's device during a pass on a CUDA device. There is none.
+/// Stand-in for access to a CUDA device in a build without the feature `cuda`. No value exists.
 pub(crate) struct OnCuda<'a>(Infallible, PhantomData<&'a ()>);
 
-/// The gradient of a parameter on a CUDA device. There is none.
+/// Stand-in for a gradient on a CUDA device in a build without the feature `cuda`. No value exists.
 pub(crate) struct DeviceGradient<'a>(Infallible, PhantomData<&'a ()>);
 
-/// Returns true if the tensors are on CUDA devices.
+/// Returns false: without the feature `cuda`, no tensor is on a CUDA device.
 pub(crate) fn are_on_cuda(_: &[&Tensor]) -> bool {
     false
 }

@@ -11,7 +11,7 @@ use mpmd_layout::random::Key;
 
 use crate::exchange::CollectiveStep;
 
-/// Runs a collective over the first dimension of contiguous values on a CUDA device.
+/// Returns an error: without the feature `cuda`, no collective runs on a CUDA device.
 pub(crate) fn collective(
     axis: &str,
     _: CollectiveStep,
@@ -21,7 +21,7 @@ pub(crate) fn collective(
     bail!("a collective over axis {axis:?} on a CUDA device: build with the feature `cuda`")
 }
 
-/// A layer on a CUDA device, if the tensors are on one.
+/// Returns `None`, so that the caller computes the layer on the CPU.
 pub(crate) fn linear(
     _: &Tensor,
     _: &Tensor,
@@ -69,7 +69,7 @@ pub(crate) fn norm(
     None
 }
 
-/// The keys that queries see.
+/// The keys that each query sees.
 pub(crate) enum CudaSight {
     All,
     Causal,
@@ -114,7 +114,8 @@ pub(crate) fn rotary(_: &Tensor, _: &Tensor, _: &Tensor) -> Option<Result<Tensor
     None
 }
 
-/// The keys and values of a layer on a device. There are none.
+/// Stand-in for keys and values on a CUDA device in a build without the feature `cuda`. No value
+/// exists.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceBlocks(Infallible);
 
@@ -128,7 +129,7 @@ pub(crate) fn paged(
     cache.as_ref().map(|blocks| match blocks.0 {})
 }
 
-/// Returns no sources of kernels.
+/// Returns no sources: without the feature `cuda` there are no CUDA kernels.
 pub(crate) fn kernels(
     _: impl Iterator<Item = DType>,
     _: impl Iterator<Item = usize>,

@@ -19,27 +19,27 @@ use mpmd_layout::region::Region;
 
 use crate::dtypes::array_type;
 
-/// The initial values of a parameter, as the model's constructor asks for them.
+/// The initial values of a parameter, as the model's constructor requests them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct InitialValues {
     init: Init,
 }
 
-/// A parameter, as the model's constructor asks for it.
+/// The shape, dtype and initial values of a parameter, as the model's constructor requests them.
 pub(crate) struct ParamRequest {
     pub(crate) aval: ShapedArray,
     pub(crate) initial: InitialValues,
 }
 
-/// The parameters of a model, by path.
+/// The requested parameters of a model, by path.
 pub(crate) type Params = BTreeMap<String, ParamRequest>;
 
-/// Runs a model's constructor once, over zeros that take no memory. Returns the parameters that it
-/// asks for.
+/// Runs a model's constructor once, over zeros without memory. Returns the parameters that the
+/// constructor requests.
 ///
 /// # Errors
 ///
-/// If the constructor fails, or asks for one parameter with two shapes or dtypes.
+/// If the constructor fails, or requests one parameter with two shapes or dtypes.
 pub(crate) fn record<M>(new: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> Result<Params> {
     let found = Arc::new(Mutex::new(Params::new()));
     let backend = Box::new(RequestRecorder(found.clone()));
@@ -52,8 +52,8 @@ pub(crate) fn record<M>(new: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> R
     Ok(params)
 }
 
-/// Returns a `VarBuilder` that gives a constructor these tensors by path. Their shapes may differ
-/// from those asked for: they are a device's parts of parameters.
+/// Creates a `VarBuilder` that returns `tensors` by path. A tensor's shape may differ from the
+/// requested shape, since it may be one device's region of a parameter.
 pub fn parts_builder(tensors: BTreeMap<String, Tensor>) -> VarBuilder<'static> {
     builder(tensors, &Device::Cpu)
 }
@@ -86,7 +86,7 @@ impl SimpleBackend for RequestRecorder {
         bail!("parameter {name:?} is asked for without a shape: call `get` with one")
     }
 
-    /// Optional parameters do not exist before training.
+    /// Returns false: optional parameters do not exist before training.
     fn contains_tensor(&self, _: &str) -> bool {
         false
     }
@@ -95,7 +95,8 @@ impl SimpleBackend for RequestRecorder {
 struct GivenParams(BTreeMap<String, Tensor>);
 
 impl SimpleBackend for GivenParams {
-    /// The shape may differ from the one asked for: it is that of the device's region.
+    /// Returns the tensor of this path, in the shape of the device's region. Ignores the requested
+    /// shape.
     fn get(&self, _: Shape, name: &str, _: Init, _: DType, _: &Device) -> Result<Tensor> {
         match self.0.get(name) {
             Some(tensor) => Ok(tensor.clone()),
@@ -115,7 +116,7 @@ impl SimpleBackend for GivenParams {
     }
 }
 
-/// Returns the random key of the parameter at `path`: a hash of both.
+/// Returns the random key of the parameter at `path`: a hash of `seed` and `path`.
 pub(crate) fn key_of(seed: u64, path: &str) -> Key {
     let words = path.as_bytes().chunks(8).map(|bytes| {
         let mut word = [0; 8];
@@ -126,12 +127,12 @@ pub(crate) fn key_of(seed: u64, path: &str) -> Key {
 }
 
 impl InitialValues {
-    /// Fills a region of a parameter of this global shape with its initial values. They depend only
-    /// on the key and on the index of each element in the whole parameter.
+    /// Fills `view` with the initial values of `region` of a parameter of global shape `aval`. The
+    /// values depend only on the key and on each element's index in the whole parameter.
     ///
     /// # Errors
     ///
-    /// If the elements are no floats.
+    /// If the parameter's dtype is no float type.
     pub(crate) fn fill(
         self,
         key: Key,
@@ -158,7 +159,7 @@ impl InitialValues {
         Ok(())
     }
 
-    /// Returns the function from an element's index to its value.
+    /// Returns a function that maps an element's index in the whole parameter to its value.
     fn values(self, key: Key, aval: &ShapedArray) -> Box<dyn Fn(u64) -> f64> {
         let uniform = move |lo: f64, up: f64| -> Box<dyn Fn(u64) -> f64> {
             Box::new(move |element| lo + (up - lo) * uniform_f64(key, element))

@@ -22,38 +22,38 @@ pub(crate) struct PassState<'a> {
     pub(crate) draws: u64,
     /// The gradient of each trainable parameter, by the id of its `Var`.
     pub(crate) gradients: HashMap<TensorId, Gradient<'a>>,
-    /// The weight gradients to compute later; `None` if they are computed at once.
+    /// Weight gradients that are deferred to the weight pass; `None` if they are computed at once.
     pub(crate) deferred: Option<Vec<Deferred>>,
-    /// The bytes that custom operations keep for the backward pass, beside tensors of the graph.
+    /// Bytes that custom operations save for the backward pass, in addition to the graph's tensors.
     pub(crate) kept_bytes: u64,
-    /// The lengths of the vectors of attentions.
+    /// Head dimensions of the attentions in the pass.
     pub(crate) heads: BTreeSet<usize>,
-    /// The collectives of the device.
+    /// The collectives of the device; `None` outside of a stage.
     pub(crate) exchange: Option<&'a mut dyn Exchange>,
     /// The CUDA device; `None` for a pass on the host.
     pub(crate) cuda: Option<&'a OnCuda<'a>>,
 }
 
-/// The gradient of a parameter, row-major, that layers add to.
+/// Memory to which layers add a parameter's gradient, row-major.
 pub(crate) enum Gradient<'a> {
     Host(&'a mut [f32]),
     Cuda(DeviceGradient<'a>),
 }
 
-/// A weight gradient that is to be computed later.
+/// A weight gradient that is deferred to the weight pass.
 pub(crate) struct Deferred {
     pub(crate) weight: TensorId,
     pub(crate) add: AddGradient,
 }
 
-/// Adds the gradient of one use of a weight to its gradient.
+/// A closure that adds the gradient of one use of a weight to the weight's gradient.
 pub(crate) type AddGradient = Box<dyn FnOnce(&mut Gradient<'_>) -> Result<()> + Send>;
 
 thread_local! {
     static PASS: Cell<Option<NonNull<PassState<'static>>>> = const { Cell::new(None) };
 }
 
-/// Runs `f` with `pass` as the pass of this thread.
+/// Runs `f` with `pass` as this thread's current pass.
 pub(crate) fn enter<R>(pass: &mut PassState<'_>, f: impl FnOnce() -> R) -> R {
     struct RestorePass(Option<NonNull<PassState<'static>>>);
     impl Drop for RestorePass {
@@ -65,9 +65,9 @@ pub(crate) fn enter<R>(pass: &mut PassState<'_>, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Calls `f` with the pass of this thread; `None` outside of a pass.
+/// Calls `f` with this thread's current pass, or with `None` outside of a pass.
 fn with<R>(f: impl FnOnce(Option<&mut PassState<'_>>) -> R) -> R {
-    /// Puts the pointer back when `f` has ended or panicked.
+    /// Restores the pointer when `f` returns or panics.
     struct PutBack(Option<NonNull<PassState<'static>>>);
     impl Drop for PutBack {
         fn drop(&mut self) {
@@ -82,14 +82,15 @@ fn with<R>(f: impl FnOnce(Option<&mut PassState<'_>>) -> R) -> R {
     f(taken.0.map(|mut pass| unsafe { pass.as_mut() }))
 }
 
-/// Adds the gradient of one use of `weight`, or defers that until the weight pass. Returns the
-/// gradient only if there is no pass that takes it. Returns `None` if `weight` needs no gradient.
+/// Adds the gradient of one use of `weight` to the weight's gradient, or defers that to the weight
+/// pass. Returns the gradient if no pass collects it, else `None`. Returns `None` too if `weight`
+/// needs no gradient.
 ///
-/// `add` adds to the row-major gradient.
+/// `add` adds the gradient to a row-major slice of the weight's elements.
 ///
 /// # Errors
 ///
-/// As `add`.
+/// Returns the error of `add`.
 pub(crate) fn weight_gradient(
     weight: &Tensor,
     add: impl FnOnce(&mut [f32]) -> Result<()> + Send + 'static,
@@ -113,7 +114,7 @@ pub(crate) fn weight_gradient(
 ///
 /// # Errors
 ///
-/// As `add`.
+/// Returns the error of `add`.
 #[cfg(feature = "cuda")]
 pub(crate) fn device_gradient(
     weight: &Tensor,
@@ -141,8 +142,9 @@ pub(crate) fn device_gradient(
     })
 }
 
-/// Gives the gradient of one use of `weight` to the pass, which adds it at once or later. Returns
-/// `add` if no pass takes it. Returns `None` too if `weight` needs no gradient.
+/// Passes `add` to the current pass, which calls it at once or in the weight pass. Returns `add` if
+/// no pass collects the gradient of `weight`. Returns `None` if a pass does, or if `weight` needs
+/// no gradient.
 fn give<F>(weight: &Tensor, add: F) -> Result<Option<F>>
 where
     F: FnOnce(&mut Gradient<'_>) -> Result<()> + Send + 'static,
@@ -178,7 +180,7 @@ where
 ///
 /// # Errors
 ///
-/// Outside of a stage, and if the microbatch has no key.
+/// If called outside of a stage, or if the microbatch has no key.
 pub(crate) fn random_key() -> Result<Key> {
     with(|pass| match pass {
         None => bail!("random numbers need a key: call this layer inside a stage"),
@@ -196,8 +198,8 @@ pub(crate) fn random_key() -> Result<Key> {
     })
 }
 
-/// Notes that a custom operation keeps `bytes` bytes for the backward pass, beside the tensors of
-/// the graph.
+/// Records that a custom operation saves `bytes` bytes for the backward pass, in addition to the
+/// graph's tensors.
 pub(crate) fn keeps(bytes: u64) {
     with(|pass| {
         if let Some(pass) = pass {
@@ -206,7 +208,7 @@ pub(crate) fn keeps(bytes: u64) {
     });
 }
 
-/// Notes that an attention has vectors of `dim` elements.
+/// Records the head dimension `dim` of an attention.
 pub(crate) fn attends(dim: usize) {
     with(|pass| {
         if let Some(pass) = pass {
@@ -215,7 +217,7 @@ pub(crate) fn attends(dim: usize) {
     });
 }
 
-/// Calls `f` with the collectives of the pass. Returns `None` outside of a pass.
+/// Calls `f` with the collectives of the current pass. Returns `None` if there are none.
 pub(crate) fn with_exchange<R>(f: impl FnOnce(&mut dyn Exchange) -> R) -> Option<R> {
     with(|pass| match pass {
         Some(PassState {
@@ -226,14 +228,15 @@ pub(crate) fn with_exchange<R>(f: impl FnOnce(&mut dyn Exchange) -> R) -> Option
     })
 }
 
-/// Calls `f` with the CUDA device of the pass. Returns `None` outside of a pass on one.
+/// Calls `f` with the CUDA device of the current pass. Returns `None` outside of a pass on a CUDA
+/// device.
 #[cfg(feature = "cuda")]
 pub(crate) fn with_cuda<R>(f: impl FnOnce(&OnCuda<'_>) -> R) -> Option<R> {
     with(|pass| pass.and_then(|pass| pass.cuda).map(f))
 }
 
-/// Calls `f` with the CUDA device and the collectives of the pass. Returns `None` outside of a pass
-/// on such a device.
+/// Calls `f` with the CUDA device and the collectives of the current pass. Returns `None` if the
+/// pass lacks either.
 #[cfg(feature = "cuda")]
 pub(crate) fn with_cuda_exchange<R>(
     f: impl FnOnce(&OnCuda<'_>, &mut dyn Exchange) -> R,

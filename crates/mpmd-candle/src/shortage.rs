@@ -3,19 +3,18 @@
 use std::cell::RefCell;
 
 thread_local! {
-    /// A text on the memory of the device's allocators when an allocation of this thread last
-    /// failed.
+    /// Description of the device allocators' memory at this thread's last failed allocation.
     static SHORTAGE: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Notes the text `held` on the device's allocators, since an allocation of this thread has failed.
+/// Stores `held`, which describes the device allocators' memory, after a failed allocation of this
+/// thread.
 #[cfg(feature = "cuda")]
 pub(crate) fn note(held: String) {
     SHORTAGE.set(Some(held));
 }
 
-/// Adds the noted text on the device's allocators to an error of candle, if the device was out of
-/// memory.
+/// Appends the stored description of the allocators' memory to an out-of-memory error of candle.
 pub(crate) fn with_shortage(why: String) -> String {
     match SHORTAGE.take() {
         Some(held) if why.contains("OUT_OF_MEMORY") => format!("{why}; {held}"),

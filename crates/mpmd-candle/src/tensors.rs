@@ -13,7 +13,7 @@ pub struct TensorLeaf(pub Tensor);
 
 impl Leaf for TensorLeaf {}
 
-/// The tree of tensors with the structure of the tree of arrays `T`.
+/// The tree type `T` with tensors in place of its arrays.
 pub type Values<T> = <T as Tree>::With<TensorLeaf>;
 
 /// Tensors that a function takes or returns: one [`Tensor`], a tuple of up to four, a `Vec`, a map
@@ -22,10 +22,10 @@ pub trait Tensors: Sized + 'static {
     /// The same structure with arrays as leaves.
     type Arrays: Tree<Leaf = MpmdArray> + Send + 'static;
 
-    /// Takes the tensors out of a tree.
+    /// Converts a tree of tensors to this type.
     fn from_values(values: Values<Self::Arrays>) -> Self;
 
-    /// Returns the tensors as a tree.
+    /// Converts this type to a tree of tensors.
     fn into_values(self) -> Values<Self::Arrays>;
 }
 

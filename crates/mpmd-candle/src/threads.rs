@@ -16,13 +16,13 @@ use mpmd_base::block::host_cores;
 use mpmd_core::Program;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// The variable by which users set the number, as for candle and rayon.
+/// Environment variable with the number of threads per device. candle and rayon read it too.
 const VARIABLE: &str = "RAYON_NUM_THREADS";
 
 /// The number of devices that share this host's cores, or zero if it is unknown.
 static DEVICES: AtomicUsize = AtomicUsize::new(0);
 
-/// The variable by which candle learns the number of threads of its own pool.
+/// Environment variable with the number of threads of candle's own pool.
 const CANDLE_VARIABLE: &str = "CANDLE_NUM_THREADS";
 
 /// Runs [`turn_off_candles_pool`] before `main`, or when this code is loaded as a library.
@@ -33,8 +33,8 @@ const CANDLE_VARIABLE: &str = "CANDLE_NUM_THREADS";
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = turn_off_candles_pool;
 
-/// Sets the variable that turns candle's pool off, unless the user has set it. candle has no call
-/// for that. Does nothing if the process has other threads.
+/// Turns candle's pool off by its environment variable, unless the user has set that. candle has no
+/// function for this. Does nothing if the process has other threads.
 #[cfg(target_os = "linux")]
 extern "C" fn turn_off_candles_pool() {
     if std::env::var_os(CANDLE_VARIABLE).is_none() && is_alone() {
@@ -43,8 +43,7 @@ extern "C" fn turn_off_candles_pool() {
     }
 }
 
-/// Returns true if the calling thread is the only one of this process. Returns false if the system
-/// does not tell.
+/// Returns true if this process has one thread. Returns false if the number is unknown.
 #[cfg(target_os = "linux")]
 fn is_alone() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() == 1)
@@ -54,7 +53,7 @@ thread_local! {
     static POOL: OnceCell<Option<ThreadPool>> = const { OnceCell::new() };
 }
 
-/// Notes the number of devices on this process's host.
+/// Stores the number of devices on this process's host.
 pub(crate) fn share_cores(program: &Program) {
     let topology = program.topology();
     let host = topology.host_of(program.process());
@@ -66,7 +65,7 @@ pub(crate) fn share_cores(program: &Program) {
     DEVICES.store(here, Ordering::Relaxed);
 }
 
-/// Makes this thread, which is a device's, the first of a pool. Later calls do nothing.
+/// Makes the calling device thread the first thread of a rayon pool. Later calls do nothing.
 pub(crate) fn enter_pool() {
     POOL.with(|pool| {
         // Without a pool of its own, the thread uses rayon's.
@@ -80,7 +79,8 @@ pub(crate) fn enter_pool() {
     });
 }
 
-/// Returns the number of threads of a device: the user's, or its share of the cores.
+/// Returns the number of threads per device: the user's setting, else the device's share of the
+/// cores.
 fn count() -> usize {
     let set = std::env::var(VARIABLE)
         .ok()

@@ -24,11 +24,11 @@ enum Branches {
 }
 
 impl TreeForm {
-    /// Returns the form of tensors, with each shape changed by `change`.
+    /// Describes a tree of tensors. `change` maps the shape and dtype of each leaf.
     ///
     /// # Errors
     ///
-    /// If a dtype is none of arrays, or `change` fails.
+    /// If a tensor's dtype is no dtype of arrays, or `change` fails.
     pub(crate) fn of(
         structure: &Structure,
         tensors: &[Tensor],
@@ -44,11 +44,11 @@ impl TreeForm {
         })
     }
 
-    /// Returns the tree of shapes.
+    /// Returns the shapes as a tree of type `T`.
     ///
     /// # Errors
     ///
-    /// If no tree of this type has the structure.
+    /// If `T` does not have this structure.
     pub(crate) fn shapes<T: Tree<Leaf = ShapedArray>>(&self) -> Result<T> {
         let avals = self
             .leaves

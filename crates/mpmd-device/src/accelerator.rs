@@ -20,12 +20,12 @@ pub use crate::cuda::{
 };
 use crate::cuda::{RawArg, Then};
 
-/// Opens the device of this kind that its driver numbers as the next of `ordinals`. `None` for a
-/// kind without memory of its own.
+/// Opens the next device of `kind`: takes the driver's number of the device from `ordinals`.
+/// Returns `None` for a kind without memory of its own.
 ///
 /// # Errors
 ///
-/// If there is no further ordinal, or the driver cannot use the device.
+/// If `ordinals` has no further number, or the driver cannot use the device.
 pub fn open(
     kind: DeviceKind,
     mut ordinals: impl Iterator<Item = u32>,
@@ -45,16 +45,16 @@ pub fn open(
     }
 }
 
-/// The addition of partial sums of one dtype by an accelerator.
+/// The function by which a device adds partial sums of one dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct Addition {
     function: &'static str,
-    /// Real numbers per element: two for complex types.
+    /// Number of real numbers per element: two for complex types, else one.
     numbers: usize,
 }
 
 impl Addition {
-    /// Returns the addition of elements of a dtype, or `None` if devices do not add them.
+    /// Returns the addition for elements of a dtype, or `None` if devices cannot add them.
     pub fn of(dtype: DType) -> Option<Self> {
         let (function, numbers) = match dtype {
             DType::F32 => ("add_f32", 1),
@@ -68,17 +68,19 @@ impl Addition {
         Some(Self { function, numbers })
     }
 
-    /// Compiles the additions for a device with memory from `pool`.
+    /// Compiles and loads the additions of all dtypes for a device. `pool` is the pool of the
+    /// device's memory.
     ///
     /// # Errors
     ///
-    /// If they cannot be compiled or loaded.
+    /// If the additions cannot be compiled or loaded.
     pub fn prepare(device: &Arc<Accelerator>, pool: &Pool) -> Result<(), DeviceError> {
         device.prepare(pool, &[&ADD])
     }
 
-    /// Issues `sum += more`, two buffers of `elements` elements in the device's memory. Calls
-    /// `then` when the work has ended. `None` if a buffer is in host memory.
+    /// Issues `sum += more` for two buffers of `elements` elements in the device's memory. Returns
+    /// a fence at the end of the work, and passes the result to `then`. Returns `None` if a buffer
+    /// is in host memory.
     pub fn issue(
         self,
         device: &Accelerator,

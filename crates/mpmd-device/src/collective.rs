@@ -7,18 +7,18 @@ use num_complex::Complex;
 
 use mpmd_layout::aval::{DType, Element};
 
-/// The kind of a collective operation. Devices are given by their index along the axis.
+/// The kind of a collective operation. Devices are identified by their index along the axis.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub enum CollectiveKind {
-    /// Every device gets the reduction of all devices' values along the axis, element by element.
+    /// Every device gets the element-wise reduction of all devices' values along the axis.
     AllReduce(Reduce),
     /// Every device gets the values of all devices, in the order of the devices.
     AllGather,
-    /// Every device gets its share of the reduction over the axis.
+    /// Every device gets its own part of the reduction over the axis.
     ReduceScatter(Reduce),
-    /// Every device gets one block from each device.
+    /// Every device gets one block of values from each device.
     AllToAll,
-    /// Devices send values to others, by pairs (index of the sender, index of the receiver).
+    /// Devices send their values to others: pairs (index of the sender, index of the receiver).
     Permute(Vec<(usize, usize)>),
 }
 
@@ -28,15 +28,15 @@ pub enum CollectiveKind {
 pub enum Reduce {
     /// The sum, added in the order of the devices along the axis. Integer sums wrap.
     Sum,
-    /// The largest value, or NaN if any value is NaN. Of 0 and -0, the first one.
+    /// The largest value, or NaN if any value is NaN. Of 0 and -0, the one of the earlier device.
     Max,
-    /// The smallest value, or NaN if any value is NaN. Of 0 and -0, the first one.
+    /// The smallest value, or NaN if any value is NaN. Of 0 and -0, the one of the earlier device.
     Min,
 }
 
 impl Reduce {
-    /// Returns true if elements of this dtype can be reduced in this way. `bool` has no reduction;
-    /// complex numbers have only sums.
+    /// Returns true if this operation is defined for elements of the dtype. `bool` has no
+    /// reduction; complex numbers have only sums.
     pub fn is_defined_for(self, dtype: DType) -> bool {
         match dtype {
             DType::Bool | DType::Object => false,
@@ -62,7 +62,7 @@ pub trait Reducible: Element + sealed::Combine {}
 mod sealed {
     /// The reductions of two values. `self` comes from the earlier device.
     ///
-    /// The method names are chosen not to clash with those of callers' own traits.
+    /// The method names are chosen not to clash with methods of callers' traits.
     pub trait Combine: Sized {
         fn plus(self, other: Self) -> Self;
         fn larger(self, other: Self) -> Self;
@@ -71,7 +71,7 @@ mod sealed {
 }
 
 impl CollectiveKind {
-    /// Returns the name of the `Context` method for this kind.
+    /// Returns the name of the kernel context's method for this kind.
     pub fn verb(&self) -> &'static str {
         match self {
             Self::AllReduce(_) => "all_reduce",
@@ -83,8 +83,8 @@ impl CollectiveKind {
     }
 }
 
-/// Reduces each element of `others` into the element of `values` with the same index. `others` come
-/// from a later device. Ignores surplus elements of the longer slice.
+/// Reduces each element of `others` into the element of `values` with the same index. `others` has
+/// the values of a later device. Ignores surplus elements of the longer slice.
 pub fn combine<T: Reducible>(reduce: Reduce, values: &mut [T], others: &[T]) {
     let pairs = values.iter_mut().zip(others);
     match reduce {

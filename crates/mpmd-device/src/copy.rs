@@ -12,8 +12,8 @@ use std::ops::Range;
 use crate::cpu::stream::{AHEAD, SHORTEST_RUN, SMALLEST_PIECE, STREAM_BYTES, StreamingStores};
 use mpmd_layout::region::Region;
 
-/// Copies the elements of `piece` from a buffer that holds `src_region` to one that holds
-/// `dst_region`.
+/// Copies the elements of region `piece` from buffer `src`, which holds `src_region`, to buffer
+/// `dst`, which holds `dst_region`.
 ///
 /// Both buffers are row-major over their regions, with `item_bytes` bytes for each element. Runs
 /// that are contiguous in both buffers are copied in one go. Bytes of `dst` outside the piece do
@@ -21,7 +21,7 @@ use mpmd_layout::region::Region;
 ///
 /// # Panics
 ///
-/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length does not match its region, or `piece` is not within both regions.
 pub fn copy_region(
     src: &[u8],
     src_region: &Region,
@@ -34,13 +34,13 @@ pub fn copy_region(
     copy_part(src, src_region, dst, dst_region, piece, item_bytes, written);
 }
 
-/// Copies the elements of `piece`, as [`copy_region`] does. `written` is the number of bytes that
-/// this and other copies write at about the same time: if they do not stay in the caches, the copy
-/// bypasses these.
+/// Copies the elements of `piece` as [`copy_region`] does. `written` is the number of bytes that
+/// this and simultaneous copies write. If these bytes do not fit into the caches, the copy bypasses
+/// the caches.
 ///
 /// # Panics
 ///
-/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length does not match its region, or `piece` is not within both regions.
 pub fn copy_part(
     src: &[u8],
     src_region: &Region,
@@ -87,12 +87,12 @@ pub fn copy_part(
     }
 }
 
-/// Calls `each` with every run of a piece that is contiguous in both buffers: its bytes in `dst`,
-/// then its bytes in `src`. Copies nothing itself.
+/// Calls `each` with every run of bytes that is contiguous in both buffers: (bytes in `dst`, bytes
+/// in `src`). Copies nothing itself.
 ///
 /// # Panics
 ///
-/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length does not match its region, or `piece` is not within both regions.
 pub(super) fn runs(
     src: &[u8],
     src_region: &Region,
@@ -117,11 +117,11 @@ pub(super) fn runs(
     loops.each(|s, d| each(&mut dst[d..d + run], &src[s..s + run]));
 }
 
-/// Returns the byte range of `piece` inside the buffer of region `within` if the piece is
-/// contiguous there.
+/// Returns the byte range of `piece` in a buffer that holds region `within`, if the range is
+/// contiguous.
 ///
-/// Returns `None` if the piece consists of several runs or is not within the region. For an empty
-/// piece returns the empty range at 0.
+/// Returns `None` if the piece consists of several runs or is not within the region. Returns the
+/// empty range at 0 for an empty piece.
 ///
 /// # Panics
 ///
@@ -152,17 +152,18 @@ fn fixed<const N: usize>(src: &[u8], dst: &mut [u8], s: usize, d: usize) {
 
 /// The contiguous runs of a piece, as nested loops. All offsets and lengths are in bytes.
 pub(crate) struct Loops {
-    /// Byte offset of the first run in the source buffer. `dst` is that in the destination buffer.
+    /// Byte offset of the first run in the source buffer. `dst` is the offset in the destination
+    /// buffer.
     pub src: usize,
     pub dst: usize,
     /// Length in bytes of each run.
     pub run: usize,
-    /// The loops, outermost first. None has a single iteration, and none could be merged with its
+    /// The loops, outermost first. Each has several iterations and cannot be merged with its
     /// neighbour.
     pub dims: Vec<Loop>,
 }
 
-/// A loop over runs or inner loops: the number of iterations, and the step in bytes in each buffer.
+/// A loop over runs or inner loops: the number of iterations, and its step in bytes in each buffer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Loop {
     pub(crate) count: usize,
@@ -171,12 +172,12 @@ pub(crate) struct Loop {
 }
 
 impl Loops {
-    /// Returns the contiguous runs of `piece` in two buffers, or `None` for an empty piece.
-    /// `src_bytes` and `dst_bytes` are the lengths of the buffers.
+    /// Returns the runs of `piece` that are contiguous in both buffers, or `None` for an empty
+    /// piece. `src_bytes` and `dst_bytes` are the lengths of the buffers.
     ///
     /// # Panics
     ///
-    /// If a length is not that of its region, or `piece` is not within both regions.
+    /// If a length does not match its region, or `piece` is not within both regions.
     pub(crate) fn checked(
         src_bytes: usize,
         dst_bytes: usize,
@@ -249,7 +250,7 @@ impl Loops {
         loops
     }
 
-    /// Calls `copy` once per run, with its byte offsets (source, destination).
+    /// Calls `copy` once per run, with (byte offset in the source, byte offset in the destination).
     #[inline(always)]
     fn each(&self, mut copy: impl FnMut(usize, usize)) {
         let Some((inner, outer)) = self.dims.split_last() else {

@@ -6,15 +6,16 @@ use super::copy::runs;
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
-/// Adds the elements of `piece` from a buffer that holds `src_region` to those in a buffer that
-/// holds `dst_region`. Both buffers are row-major over their regions, with elements of `dtype`.
+/// Adds the elements of region `piece` in buffer `src`, which holds `src_region`, to buffer `dst`,
+/// which holds `dst_region`. Both buffers are row-major over their regions, with elements of
+/// `dtype`.
 ///
 /// Sums have the array's own dtype. Integers wrap around, half precision is rounded after every
 /// addition, complex numbers add by component. Booleans do not change: they have no sum.
 ///
 /// # Panics
 ///
-/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length does not match its region, or `piece` is not within both regions.
 pub fn add_region(
     src: &[u8],
     src_region: &Region,
@@ -84,8 +85,8 @@ pub fn add_region(
     }
 }
 
-/// Adds each element of `src` to the element of `dst` with the same index, by `sum`. An element has
-/// `N` bytes, which need not be aligned.
+/// Replaces each element of `dst` by its `sum` with the element of `src` at the same index. An
+/// element has `N` bytes, which need not be aligned.
 #[inline(always)]
 fn add<const N: usize>(dst: &mut [u8], src: &[u8], sum: impl Fn([u8; N], [u8; N]) -> [u8; N]) {
     for (a, b) in dst

@@ -4,8 +4,9 @@ use mpmd_core::{Error, ProcessId, Program, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Returns the error of the process with the lowest number that has one, on every process. Every
-/// process must call it. Blocks until each process has called it. In a dry run there is no error.
+/// Returns the same result on every process: the error of the lowest-numbered process that has one,
+/// else success. Every process must call it. Blocks until each process has called it. Succeeds in a
+/// dry run.
 pub(crate) fn agree(p: &mut Program, own: Result<()>) -> Result<()> {
     let own = own.err().map(|error| error.to_string());
     let errors = p.gather_value(None, || Ok(own))?;
@@ -15,8 +16,8 @@ pub(crate) fn agree(p: &mut Program, own: Result<()>) -> Result<()> {
     }
 }
 
-/// Runs `f` on process 0, and returns its value or its error on every process. Every process must
-/// call it. In a dry run, returns `in_dry_run` and does not run `f`.
+/// Runs `f` on process 0 and returns its value or error on every process. Every process must call
+/// it. A dry run returns `in_dry_run` and does not run `f`.
 pub(crate) fn on_first<T: Serialize + DeserializeOwned>(
     p: &mut Program,
     in_dry_run: T,

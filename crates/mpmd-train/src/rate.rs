@@ -2,7 +2,7 @@
 
 use std::f64::consts::PI;
 
-/// A learning rate by step.
+/// A learning rate as a function of the step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rate {
     /// The same rate in every step.
@@ -11,28 +11,30 @@ pub enum Rate {
     WarmupCosine {
         /// The highest rate, reached in step `warmup`.
         peak: f64,
-        /// The lowest rate, from step `total` on, but never before the peak.
+        /// The lowest rate, from step `total` on, but not before the peak in step `warmup`.
         floor: f64,
-        /// Steps of the rise. With zero, the first step already has nearly the peak's rate.
+        /// Number of steps in which the rate rises. If it is 0, step 1 already has nearly the peak
+        /// rate.
         warmup: u64,
-        /// Number of all steps.
+        /// Number of steps of the whole training.
         total: u64,
     },
     /// A rate that rises linearly, then falls linearly.
     WarmupLinear {
         /// The highest rate, reached in step `warmup`.
         peak: f64,
-        /// The lowest rate, from step `total` on, but never before the peak.
+        /// The lowest rate, from step `total` on, but not before the peak in step `warmup`.
         floor: f64,
-        /// Steps of the rise. With zero, the first step already has nearly the peak's rate.
+        /// Number of steps in which the rate rises. If it is 0, step 1 already has nearly the peak
+        /// rate.
         warmup: u64,
-        /// Number of all steps.
+        /// Number of steps of the whole training.
         total: u64,
     },
 }
 
 impl Rate {
-    /// Returns the rate of a step, counted from 1.
+    /// Returns the learning rate of step `step`, counted from 1.
     pub fn at(&self, step: u64) -> f64 {
         match *self {
             Self::Constant(rate) => rate,
@@ -67,7 +69,7 @@ impl Rate {
         }
     }
 
-    /// Returns the rate after this share, 0 to 1, of all steps.
+    /// Returns the learning rate after `share`, from 0 to 1, of all steps.
     pub(crate) fn at_share(&self, share: f64) -> f64 {
         let total = match *self {
             Self::Constant(_) => 0,
@@ -77,19 +79,19 @@ impl Rate {
     }
 }
 
-/// A rate that rises to its peak linearly, and then falls to its floor.
+/// A rate that rises linearly to `peak`, then falls to `floor`.
 struct WarmedRate {
     peak: f64,
     floor: f64,
-    /// The step with the peak.
+    /// The step that has the rate `peak`.
     warmup: u64,
-    /// The first step with the floor, unless it is that of the peak.
+    /// The first step that has the rate `floor`, unless `warmup` is not before it.
     total: u64,
 }
 
 impl WarmedRate {
-    /// Returns the rate of a step. `fall` maps the finished share of the fall to the height above
-    /// the floor, from 1 down to 0.
+    /// Returns the rate of step `step`. `fall` maps the finished share of the fall, from 0 to 1, to
+    /// the remaining height above the floor, from 1 to 0.
     fn at(&self, step: u64, fall: impl Fn(f64) -> f64) -> f64 {
         let Self {
             peak,

@@ -12,7 +12,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag::register_usize;
 use signal_hook::iterator::Signals;
 
-/// The number of the last signal by which the user asked to stop, or zero. Clones are one flag.
+/// A flag with the last signal that asked this process to stop. Clones share the flag.
 #[derive(Clone, Debug, Default)]
 pub struct StopFlag(Arc<AtomicUsize>);
 
@@ -40,8 +40,8 @@ impl StopFlag {
         Ok(installed.clone().unwrap_or_default())
     }
 
-    /// Installs signal handlers that set this flag, and starts the thread that ends the process on
-    /// a second request.
+    /// Installs signal handlers that set this flag. Starts a thread that ends the process on a
+    /// second Ctrl-C or SIGTERM.
     fn watch(&self) -> std::io::Result<()> {
         // Not the other two: a closed terminal sends SIGHUP twice, and the save takes time.
         let ending = Signals::new([SIGINT, SIGTERM])?;
@@ -56,14 +56,14 @@ impl StopFlag {
         Ok(())
     }
 
-    /// Sets the flag, as a signal of this number would.
+    /// Sets the flag as if this process had received `signal`.
     pub fn set(&self, signal: i32) {
         self.0
             .store(signal.unsigned_abs() as usize, Ordering::Relaxed);
     }
 
-    /// True if this process has received a signal. Other processes may not have, so a program must
-    /// [agree](Self::agree) on the flag.
+    /// Returns true if this process has received a signal. Other processes may not have received
+    /// it, so a program must decide by [`StopFlag::agree`].
     pub fn is_set(&self) -> bool {
         self.signal().is_some()
     }
@@ -79,15 +79,15 @@ impl StopFlag {
     ///
     /// # Errors
     ///
-    /// As [`Program::broadcast_value`].
+    /// Returns the errors of [`Program::broadcast_value`].
     pub fn agree(&self, p: &mut Program) -> Result<Option<i32>> {
         p.broadcast_value(ProcessId(0), None, || Ok(self.signal()))
     }
 }
 
-/// Lets Ctrl-C, SIGTERM and SIGUSR1 change nothing in this process from now on: process 0 of its
-/// job acts on them, and tells the others. A launcher passes such a signal on to all processes, and
-/// ends those with SIGKILL that stay after that.
+/// Makes this process ignore Ctrl-C, SIGTERM and SIGUSR1 from now on. Process 0 of the job handles
+/// them and informs the other processes. A launcher passes such a signal on to all processes, and
+/// later kills processes that have not ended.
 ///
 /// # Errors
 ///
@@ -99,7 +99,7 @@ pub fn leave_signals_to_process_0() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Waits for signals, and ends the process at once on the second request to stop.
+/// Waits for Ctrl-C and SIGTERM. Ends the process at once on the second request to stop.
 fn end_on_second_request(mut signals: Signals) {
     let mut requests = StopRequests::default();
     for signal in signals.forever() {
@@ -109,8 +109,8 @@ fn end_on_second_request(mut signals: Signals) {
     }
 }
 
-/// Returns the exit code of a program that `signal` has ended, as shells report it: 128 plus the
-/// signal's number.
+/// Returns the exit code that shells report for a program ended by `signal`: 128 plus the signal's
+/// number.
 pub fn exit_code(signal: i32) -> u8 {
     u8::try_from(signal).map_or(u8::MAX, |signal| signal.saturating_add(128))
 }

@@ -17,7 +17,7 @@ use super::OnCuda;
 use crate::dtypes::{array_type, candle_type, refused};
 
 impl OnCuda<'_> {
-    /// Returns a tensor, or a variable, with a copy of the view's values.
+    /// Copies the view's values to a new tensor, a variable if `is_variable` is true.
     pub(crate) fn tensor_of(&self, view: &View<'_>, is_variable: bool) -> Result<Tensor> {
         let shape = Shape::from(view.shape());
         let dtype = candle_type(view.global().dtype())?;
@@ -35,7 +35,7 @@ impl OnCuda<'_> {
         ))
     }
 
-    /// Overwrites the values of a tensor, which may be a variable, with those of the view.
+    /// Overwrites a tensor, which may be a variable, with the view's values.
     pub(crate) fn refresh(&self, tensor: &Tensor, view: &View<'_>) -> Result<()> {
         tensor
             .inplace_op1(&DeviceOverwrite { on: self, view })
@@ -47,12 +47,12 @@ impl OnCuda<'_> {
         self.with_values(tensor, |values| self.kernels().copy(values, view))
     }
 
-    /// Adds the tensor's values to those of the view, which have the same shape and dtype.
+    /// Adds the tensor's values to the view's values. Both have the same shape and dtype.
     pub(crate) fn add(&self, tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
         self.add_to(tensor, view.into())
     }
 
-    /// Adds the tensor's values to others.
+    /// Adds the tensor's values to `sums`.
     pub(crate) fn add_to(&self, tensor: &Tensor, sums: CudaPart<'_>) -> Result<()> {
         let function = match array_type(tensor.dtype())? {
             DType::F32 => "add_f32",
@@ -85,8 +85,8 @@ impl OnCuda<'_> {
         f(self.part(on_cuda(&storage).map_err(refused)?, layout, false)?)
     }
 
-    /// Calls `f` with the elements of a tensor from its first one to the end of its memory. The
-    /// tensor's strides count in them.
+    /// Calls `f` with the memory from the tensor's first element to its last. The tensor's strides
+    /// are offsets in this memory.
     pub(crate) fn with_rest<R>(
         &self,
         tensor: &Tensor,
@@ -102,7 +102,7 @@ impl OnCuda<'_> {
         f(self.part(storage, &rest, false)?)
     }
 
-    /// Returns memory for a tensor, with arbitrary values.
+    /// Allocates device memory for a tensor, with arbitrary values.
     pub(crate) fn uninitialized(
         &self,
         shape: &Shape,
@@ -112,7 +112,7 @@ impl OnCuda<'_> {
         unsafe { self.device.alloc_uninit(shape, dtype) }
     }
 
-    /// Returns a contiguous tensor's elements for mpmd's kernels.
+    /// Returns the elements of a contiguous tensor for mpmd's kernels.
     pub(crate) fn part(
         &self,
         storage: &CudaStorage,
@@ -137,7 +137,7 @@ impl OnCuda<'_> {
     }
 }
 
-/// Returns the storage of a tensor on a CUDA device.
+/// Returns the CUDA storage of a tensor. Fails if the tensor is not on a CUDA device.
 pub(crate) fn on_cuda<'s>(storage: &'s StorageRef<'_>) -> candle_core::Result<&'s CudaStorage> {
     match &**storage {
         Storage::Cuda(storage) => Ok(storage),
@@ -159,7 +159,7 @@ fn address_of(storage: &CudaStorage) -> Result<u64> {
     address!(U8, U32, I16, I32, I64, BF16, F16, F32, F64)
 }
 
-/// The operation that overwrites a contiguous tensor in place.
+/// The operation that overwrites a contiguous tensor with the values of `view`.
 struct DeviceOverwrite<'a> {
     on: &'a OnCuda<'a>,
     view: &'a View<'a>,

@@ -8,23 +8,24 @@ use mpmd_core::kernel::ViewMut;
 use super::OnCuda;
 use super::tensors::tensor;
 
-/// The gradient of a parameter that layers add to.
+/// A parameter's gradient on a CUDA device, to which layers add.
 pub(crate) enum DeviceGradient<'a> {
-    /// An array's values.
+    /// The memory of an array that holds the gradient.
     Part(&'a OnCuda<'a>, CudaPart<'a>),
-    /// A tensor of the parameter's shape, where no pass takes the gradient. `None` for zeros.
+    /// A tensor of the parameter's shape, if no pass collects the gradient. `None` stands for
+    /// zeros.
     Tensor(Option<&'a OnCuda<'a>>, Option<Tensor>, Shape),
 }
 
 impl OnCuda<'_> {
-    /// Returns an output as the gradient of a parameter.
+    /// Returns the output `view` as the gradient of a parameter.
     pub(crate) fn gradient<'g>(&'g self, view: &'g mut ViewMut<'_>) -> DeviceGradient<'g> {
         DeviceGradient::Part(self, view.into())
     }
 }
 
 impl DeviceGradient<'_> {
-    /// Adds the gradient of one use, which has the shape of the parameter.
+    /// Adds `more`, the gradient of one use of the parameter, in the parameter's shape.
     pub(crate) fn add(&mut self, more: &Tensor) -> Result<()> {
         match self {
             Self::Part(on, sums) => on.add_to(more, *sums).map_err(candle_core::Error::wrap),
@@ -38,8 +39,9 @@ impl DeviceGradient<'_> {
         }
     }
 
-    /// Adds `d_yᵀ x`, the gradient of a linear layer's weight, or of index `group` in its first
-    /// dimension. `d_y` is `[rows, outputs]` and `x` is `[rows, inputs]`, both contiguous.
+    /// Adds `d_yᵀ x`, the gradient of a linear layer's weight. With `group`, adds it at this index
+    /// of the gradient's first dimension. `d_y` is `[rows, outputs]` and `x` is `[rows, inputs]`,
+    /// both contiguous.
     pub(crate) fn add_product(
         &mut self,
         d_y: &Tensor,
@@ -69,7 +71,7 @@ impl DeviceGradient<'_> {
         }
     }
 
-    /// Adds the gradient of one use, which `issue` computes in f32.
+    /// Adds the gradient of one use of the parameter, which `work` computes in f32.
     pub(crate) fn add_by(
         &mut self,
         work: impl FnOnce(&OnCuda<'_>, ResultTarget<'_>) -> mpmd_core::Result<()>,

@@ -13,11 +13,12 @@ use mpmd_core::cuda::{Cuda, DeviceRoom};
 use crate::shortage;
 
 thread_local! {
-    /// The allocators of the device that this thread's pass uses.
+    /// The allocators of the device on which this thread's pass runs.
     static ROOM: RefCell<Option<DeviceRoom>> = const { RefCell::new(None) };
 }
 
-/// Lets candle's allocations of this thread make room on a device, until it is dropped.
+/// While it lives, this thread's candle allocations may free unused memory of the device's
+/// allocators.
 pub(super) struct RoomGuard(Option<DeviceRoom>);
 
 impl RoomGuard {
@@ -32,14 +33,14 @@ impl Drop for RoomGuard {
     }
 }
 
-/// Allocates memory in the order of a stream, in place of the driver's function of this name.
+/// Allocates memory in the order of a stream. Replaces the driver's function of this name.
 ///
 /// # Safety
 ///
-/// As for the driver's function.
+/// The requirements of the driver's function apply.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream: *mut c_void) -> u32 {
-    /// `CUDA_ERROR_OUT_OF_MEMORY`.
+    /// The driver's error code `CUDA_ERROR_OUT_OF_MEMORY`.
     const OUT_OF_MEMORY: u32 = 2;
     let room = ROOM.with_borrow(Option::clone);
     // SAFETY: the caller keeps to the driver's documentation. A pass has made the context of its

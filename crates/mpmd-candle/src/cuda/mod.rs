@@ -36,28 +36,29 @@ pub(crate) use bridge::on_cuda;
 pub(crate) use gradient::DeviceGradient;
 pub(crate) use tensors::tensor;
 
-/// Access to candle's device during a pass on a CUDA device. Dropping it makes later work of mpmd's
-/// device run after the pass.
+/// Access to candle's CUDA device during a pass. When it is dropped, mpmd's compute stream waits
+/// for candle's stream.
 pub(crate) struct OnCuda<'a> {
-    /// Issues to the compute stream of mpmd's device.
+    /// Interface to the compute stream of mpmd's device.
     compute: Cuda<'a>,
-    /// candle's stream.
+    /// The stream on which candle issues work.
     stream: ForeignStream,
     device: CudaDevice,
-    /// While present, candle keeps its uploads, such as shapes.
+    /// A guard: while it is present, candle caches its uploads, such as shapes.
     uploads: Option<Box<dyn Any>>,
-    /// Lets candle's allocations make room.
+    /// A guard that lets candle's allocations free unused memory of the device.
     _room: RoomGuard,
 }
 
 thread_local! {
-    /// candle's devices of this thread, by the driver's number. candle takes tensors of two devices
-    /// for foreign to each other, even with one number, so each is made once.
+    /// candle's devices of this thread, by the driver's device number. Each number has one device,
+    /// since candle does not mix tensors of two device objects.
     static DEVICES: RefCell<HashMap<u32, CudaDevice>> = RefCell::default();
 }
 
 impl<'a> OnCuda<'a> {
-    /// Enters candle's device of this thread; `None` if the kernel does not run on a CUDA device.
+    /// Opens candle's device of this thread and makes its stream wait for mpmd's compute stream.
+    /// Returns `None` if the kernel does not run on a CUDA device.
     ///
     /// # Errors
     ///
@@ -87,10 +88,10 @@ impl<'a> OnCuda<'a> {
         }))
     }
 
-    /// Lets candle keep its uploads of this pass for all later passes: the shapes of its
-    /// operations, and values of up to 4 KiB that a model has on the host. So a repeated pass
-    /// uploads nothing. Not for passes that upload other values each time: candle would keep all of
-    /// them.
+    /// Lets candle cache the uploads of this pass for all later passes: shapes of operations, and
+    /// host values of up to 4 KiB. A repeated pass then uploads nothing.
+    ///
+    /// Do not call it for passes that upload other values each time: candle would keep all of them.
     pub(crate) fn keep_uploads(&mut self) {
         self.uploads = Some(Box::new(self.device.enable_cuda_graph_htod_cache()));
     }
@@ -100,7 +101,7 @@ impl<'a> OnCuda<'a> {
         Device::Cuda(self.device.clone())
     }
 
-    /// Runs `work` on mpmd's compute stream: after the work of candle's stream, before its later
+    /// Runs `work` on mpmd's compute stream, after candle's earlier work and before candle's later
     /// work.
     pub(crate) fn between<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         self.compute.after(&self.stream)?;
@@ -109,7 +110,7 @@ impl<'a> OnCuda<'a> {
         Ok(result)
     }
 
-    /// Returns the interface for mpmd's copies and kernels on candle's stream.
+    /// Returns an interface that issues mpmd's copies and kernels on candle's stream.
     pub(crate) fn kernels(&self) -> Cuda<'_> {
         self.compute.on(&self.stream)
     }
@@ -125,7 +126,7 @@ impl Drop for OnCuda<'_> {
     }
 }
 
-/// Makes candle's device with this number, with a stream of its own.
+/// Opens candle's device with this number of the driver, on a new stream.
 fn open(ordinal: u32) -> candle_core::Result<CudaDevice> {
     let device = CudaDevice::new_with_stream(ordinal as usize)?;
     // SAFETY: the device has one stream, and only its thread uses it: all uses of a tensor's memory
@@ -135,8 +136,8 @@ fn open(ordinal: u32) -> candle_core::Result<CudaDevice> {
     Ok(device)
 }
 
-/// Keeps freed memory in the driver's pool for candle's next tensors. By default the driver takes
-/// it back each time that the host waits for the device.
+/// Keeps freed memory in the driver's pool for candle's next tensors. By default the pool releases
+/// it each time that the host waits for the device.
 fn keep_memory(device: &CudaDevice) -> std::result::Result<(), driver::DriverError> {
     let mut pool = std::ptr::null_mut();
     let mut most = u64::MAX;

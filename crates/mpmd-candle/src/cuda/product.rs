@@ -11,8 +11,8 @@ use mpmd_core::cuda::CudaPart;
 use super::OnCuda;
 
 impl OnCuda<'_> {
-    /// Adds `d_yᵀ x` to `sums` of f32: `d_y` is `[rows, outputs]`, `x` is `[rows, inputs]`, both of
-    /// f32 or of bf16, and `sums` is `[outputs, inputs]`. Tensors are contiguous.
+    /// Adds `d_yᵀ x` to `sums`. `d_y` is `[rows, outputs]` and `x` is `[rows, inputs]`, both f32 or
+    /// both bf16; `sums` is f32 `[outputs, inputs]`. All are contiguous.
     ///
     /// # Errors
     ///

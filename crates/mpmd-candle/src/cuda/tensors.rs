@@ -10,7 +10,7 @@ use super::bridge::on_cuda;
 use crate::dtypes::refused;
 
 impl OnCuda<'_> {
-    /// Makes memory of this shape and type that `fill` fills completely.
+    /// Allocates memory of this shape and dtype. `fill` must write all of its elements.
     pub(crate) fn made(
         &self,
         shape: &Shape,
@@ -22,7 +22,7 @@ impl OnCuda<'_> {
         Ok(storage)
     }
 
-    /// Makes a tensor of the shape and type of `like` that `fill` fills completely.
+    /// Creates a tensor with the shape and dtype of `like`. `fill` must write all of its elements.
     pub(crate) fn tensor_like(
         &self,
         like: &Tensor,
@@ -34,7 +34,7 @@ impl OnCuda<'_> {
         ))
     }
 
-    /// Returns the elements of a contiguous tensor that a kernel of mpmd overwrites.
+    /// Returns the elements of a contiguous tensor for a kernel that overwrites them.
     pub(crate) fn writable(&self, tensor: &Tensor) -> Result<CudaPart<'static>> {
         let (storage, layout) = tensor.storage_and_layout();
         self.part(on_cuda(&storage).map_err(refused)?, layout, true)
@@ -59,7 +59,7 @@ impl OnCuda<'_> {
     }
 }
 
-/// Returns memory as a tensor.
+/// Creates a tensor without gradient from device memory.
 pub(crate) fn tensor(storage: CudaStorage, shape: &Shape) -> Tensor {
     Tensor::from_storage(
         Storage::Cuda(storage),

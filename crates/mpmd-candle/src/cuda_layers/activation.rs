@@ -6,12 +6,12 @@ use mpmd_core::cuda::layers::{self, ActivationCurve, MatrixShape};
 
 use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 
-/// Computes an activation function of each element.
+/// Applies an activation function to each element. Returns `None` if mpmd's kernels cannot.
 pub(crate) fn activate(x: &Tensor, curve: ActivationCurve) -> Option<Result<Tensor>> {
     fit(&[x]).then(|| x.contiguous()?.apply_op1(LayerOp(CudaActivation(curve))))
 }
 
-/// The operation of an activation function. It keeps nothing.
+/// The operation that applies an activation function. It saves nothing for the backward pass.
 struct CudaActivation(ActivationCurve);
 
 impl CudaLayer<1> for CudaActivation {

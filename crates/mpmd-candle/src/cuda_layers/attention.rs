@@ -12,22 +12,24 @@ use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 use crate::cuda::tensor;
 use crate::cuda::{OnCuda, are_on_cuda};
 
-/// The most elements of a vector that the kernels take.
+/// The largest head dimension that the kernels support.
 const MOST: usize = 256;
 
-/// The keys that queries see.
+/// The keys that each query sees.
 pub(crate) enum CudaSight {
     All,
     Causal,
-    /// Causal, from the first key of each query on: `[batch or 1, queries]` of u32. A first key
-    /// behind the query's own gives NaN.
+    /// The keys from a first one up to the query's own position. The tensor has the index of each
+    /// query's first key: u32 `[batch or 1, queries]`. A first key behind the query's position
+    /// gives NaN.
     From(Tensor),
     /// Numbers that are added to the scores: f32 with dense rows, `[batch, heads, queries, keys]`.
     Additive(Tensor),
 }
 
 /// Computes attention of `q` `[batch, heads, queries, dim]` to `k` and `v` `[batch, groups, keys,
-/// dim]`. With a cap, a score `x` becomes `cap tanh(x / cap)`.
+/// dim]`. With a cap, a score `x` becomes `cap tanh(x / cap)`. Returns `None` if mpmd's kernels
+/// cannot.
 pub(crate) fn attention(
     [q, k, v]: [&Tensor; 3],
     sight: CudaSight,
@@ -78,8 +80,8 @@ pub(crate) fn attention(
     Some(compute())
 }
 
-/// Computes attention of `qkv` `[batch, time, heads * 3 * dim]` to itself: for each head its query,
-/// its key and its value. Returns `[batch, time, heads * dim]`.
+/// Computes self-attention. `qkv` `[batch, time, heads * 3 * dim]` has query, key and value of each
+/// head side by side. Returns `[batch, time, heads * dim]`, or `None` if mpmd's kernels cannot.
 pub(crate) fn self_attention(
     qkv: &Tensor,
     heads: usize,
@@ -142,12 +144,12 @@ struct DeviceAttention {
     scale: f32,
     cap: Option<f32>,
     sight: CudaSight,
-    /// Two numbers for each query, for the backward pass.
+    /// Two numbers for each query, which the forward pass saves for the backward pass.
     kept: OnceLock<Tensor>,
 }
 
 impl DeviceAttention {
-    /// Calls `f` with the attention for mpmd's kernels.
+    /// Calls `f` with this attention in the form that mpmd's kernels take.
     fn with<R>(
         &self,
         on: &OnCuda<'_>,
@@ -192,7 +194,8 @@ impl DeviceAttention {
         }
     }
 
-    /// Issues the forward pass, with a result of this shape.
+    /// Issues the forward pass with a result of shape `shape`. `heads` returns the vectors of
+    /// queries, keys, values and result.
     fn run(
         &self,
         shape: &Shape,
@@ -232,12 +235,12 @@ impl DeviceAttention {
     }
 }
 
-/// The attention of three tensors.
+/// Attention with queries, keys and values in three tensors.
 struct SplitAttention(DeviceAttention);
 
 impl SplitAttention {
-    /// Returns the vectors of `count` tokens of `heads` heads in a tensor `[batch, heads, tokens,
-    /// dim]`.
+    /// Describes the vectors of `count` tokens and `heads` heads in a tensor `[batch, heads,
+    /// tokens, dim]`.
     fn heads(&self, part: CudaPart<'static>, heads: usize, count: usize) -> Heads<'static> {
         let dim = self.0.sizes.dim;
         Heads::new(part, [heads * count * dim, dim, count * dim])
@@ -297,11 +300,11 @@ impl CudaLayer<3> for SplitAttention {
     }
 }
 
-/// The attention of one tensor with queries, keys and values.
+/// Attention with queries, keys and values in one tensor.
 struct JoinedAttention(DeviceAttention);
 
 impl JoinedAttention {
-    /// Returns the vectors of queries, keys and values.
+    /// Describes the vectors of queries, keys and values in `part`.
     fn parts(&self, part: CudaPart<'static>) -> [Heads<'static>; 3] {
         let AttentionShape {
             heads,

@@ -59,7 +59,8 @@ pub(crate) fn collective(
     }
 }
 
-/// Adds up `count` rows of `len` elements into the first one: adds the sums of both halves.
+/// Sums `count` rows of `len` elements into the first row: adds the sums of both halves,
+/// recursively.
 fn add_by_tree(on: &OnCuda<'_>, rows: CudaPart<'_>, count: usize, len: usize) -> CoreResult<()> {
     if count < 2 {
         return Ok(());

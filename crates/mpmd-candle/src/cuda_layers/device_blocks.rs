@@ -8,23 +8,24 @@ use mpmd_device::cpu::paged::BLOCK;
 use super::op::{fit, issue};
 use crate::cuda::tensor;
 
-/// The keys and values of a layer on a device.
+/// The keys and values of an attention layer on a CUDA device, in blocks of tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceBlocks {
-    /// Numbers of blocks, heads of keys, and elements of a key.
+    /// The number of blocks, the number of key heads, and the elements per key.
     sizes: [usize; 3],
     keys: Tensor,
     values: Tensor,
 }
 
-/// Position of the first token, number of tokens, and blocks of a sequence.
+/// Position of the first token, number of tokens, and block indices of a sequence.
 type Sequence<'a> = (usize, usize, &'a [u32]);
 
 /// The scale, the cap and the window of `PagedScores`.
 type Scores = (f64, Option<f64>, Option<usize>);
 
-/// Computes the same as [`PagedCache::attention`](crate::nn::PagedCache::attention), which has
-/// checked the arguments. The first call makes the `cache` of these sizes.
+/// Computes [`PagedCache::attention`](crate::nn::PagedCache::attention), which has checked the
+/// arguments. The first call allocates `cache` with `sizes`. Returns `None` if mpmd's kernels
+/// cannot compute it.
 pub(crate) fn paged(
     cache: &mut Option<DeviceBlocks>,
     sizes: [usize; 3],

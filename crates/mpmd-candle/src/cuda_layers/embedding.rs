@@ -9,8 +9,9 @@ use crate::cuda::are_on_cuda;
 use crate::cuda::on_cuda;
 use crate::pass::device_gradient;
 
-/// Returns the rows of a contiguous `table` `[rows, width]` for `indices`, in this shape. An index
-/// beyond the table gives NaN in a pass; without a pass it fails the device.
+/// Looks up the rows `indices` of a contiguous `table` `[rows, width]`. The result has shape
+/// `shape`. An index beyond the table gives NaN in a pass; outside of a pass it makes the CUDA
+/// device fail.
 pub(crate) fn embedding(
     table: &Tensor,
     indices: &Tensor,
@@ -42,7 +43,7 @@ struct CudaRowLookup {
     /// The index of each row of the result.
     indices: Tensor,
     sizes: layers::CudaEmbedding,
-    /// True if mpmd's kernels compute it.
+    /// True if mpmd's kernels compute the lookup; else candle does.
     is_fit: bool,
     shape: Vec<usize>,
 }

@@ -13,8 +13,8 @@ use crate::cuda::are_on_cuda;
 use crate::cuda::tensor;
 use crate::pass::device_gradient;
 
-/// Computes `x wᵀ + b` with a result of this shape. `x` is `[..., inputs]`, `weight` `[outputs,
-/// inputs]`, and `bias` `[outputs]`. All are contiguous.
+/// Computes `x wᵀ + b` with a result of shape `shape`. `x` is `[..., inputs]`, `weight` `[outputs,
+/// inputs]`, and `bias` `[outputs]`. All are contiguous. Returns `None` for tensors on the CPU.
 pub(crate) fn linear(
     x: &Tensor,
     weight: &Tensor,
@@ -35,7 +35,8 @@ pub(crate) fn linear(
     })
 }
 
-/// Computes `curve(x wᵀ + b)` of contiguous tensors as [`linear`] does.
+/// Computes `curve(x wᵀ + b)` for the shapes of [`linear`]. Returns `None` if mpmd's kernels
+/// cannot.
 pub(crate) fn activated(
     [x, weight, bias]: [&Tensor; 3],
     curve: ActivationCurve,
@@ -96,10 +97,10 @@ pub(crate) fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
         .apply_op2(&bias.contiguous()?, LayerOp(CudaBiasAddition))
 }
 
-/// The operation of a layer with a result of this shape.
+/// The matrix product of a linear layer. Its result has shape `shape`.
 struct CudaLinearProduct {
     shape: Vec<usize>,
-    /// The index of the weight among several.
+    /// The index of the layer's weight in a tensor of several weights.
     group: Option<usize>,
 }
 
@@ -132,7 +133,8 @@ impl CudaLinearProduct {
         )
     }
 
-    /// Returns the gradient of the input. Adds that of the weight, or defers that, or returns it.
+    /// Returns the gradients of input and weight. The weight's is `None` if a pass adds or defers
+    /// it.
     fn gradients(
         &self,
         x: &Tensor,
@@ -199,11 +201,11 @@ impl CudaLayer<3> for CudaLinearProduct {
     }
 }
 
-/// The operation of a layer with a bias, then an activation function.
+/// The operation of a linear layer with bias, followed by an activation function.
 struct CudaLinearActivated {
     product: CudaLinearProduct,
     curve: ActivationCurve,
-    /// The product without bias, for the backward pass.
+    /// The product without bias, which the forward pass saves for the backward pass.
     before: OnceLock<Tensor>,
 }
 
@@ -261,8 +263,8 @@ fn sum(y: LayerArgument<'_>, bias: LayerArgument<'_>) -> Result<CudaStorage> {
     y.storage.binary_impl::<Add>(bias.storage, y.layout, &rows)
 }
 
-/// Adds the contiguous gradient `[..., width]` of a layer's output to that of `bias` `[width]`, or
-/// defers that, or returns it.
+/// Sums the contiguous gradient `[..., width]` of a layer's output to the gradient of `bias`
+/// `[width]`. Adds it to the pass's gradient at once or later; returns it if no pass collects it.
 pub(super) fn bias_gradient(bias: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
     let width = bias.elem_count();
     let gradient = gradient.clone();

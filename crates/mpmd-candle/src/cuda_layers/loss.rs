@@ -44,7 +44,7 @@ fn is_on_cuda(tensor: &Tensor) -> bool {
     are_on_cuda(&[tensor])
 }
 
-/// The operation that returns the sum of the weighted losses and that of the weights.
+/// The operation that computes the sum of the weighted losses and the sum of the weights.
 struct CudaLossSum {
     /// The class of each row.
     targets: Tensor,
@@ -54,7 +54,7 @@ struct CudaLossSum {
 }
 
 impl CudaLossSum {
-    /// Calls `f` with the loss of rows of `classes` logits.
+    /// Calls `f` with this loss over `classes` classes, in the form that mpmd's kernels take.
     fn with<R>(
         &self,
         on: &OnCuda<'_>,

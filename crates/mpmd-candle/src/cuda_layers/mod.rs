@@ -29,8 +29,8 @@ use mpmd_core::cuda::layers::sources;
 use mpmd_device::cuda::kernels::ADD;
 use mpmd_layout::aval::DType;
 
-/// Returns the sources of kernels that a stage launches. Its parameters have these types, its
-/// attentions have vectors of these lengths.
+/// Returns the sources of the kernels that a stage may launch, for parameters of dtypes `dtypes`
+/// and attentions of head dimensions `heads`.
 pub(crate) fn kernels(
     dtypes: impl Iterator<Item = DType>,
     heads: impl Iterator<Item = usize>,

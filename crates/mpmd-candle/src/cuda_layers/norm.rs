@@ -48,10 +48,10 @@ pub(crate) fn norm(
     Some(compute())
 }
 
-/// The operation of a norm.
+/// The operation that normalises rows.
 struct CudaRowNorm {
     sizes: layers::CudaNorm,
-    /// Two numbers for each row, for the backward pass.
+    /// Two numbers for each row, which the forward pass saves for the backward pass.
     statistics: OnceLock<Tensor>,
 }
 
@@ -85,7 +85,8 @@ impl CudaRowNorm {
         Ok((y, shape))
     }
 
-    /// Returns the gradient of the input. Adds that of the weight, or defers that, or returns it.
+    /// Returns the gradients of input and weight. The weight's is `None` if a pass adds or defers
+    /// it.
     fn gradients(
         &self,
         x: &Tensor,

@@ -9,11 +9,11 @@ use mpmd_core::cuda::CudaPart;
 use crate::cuda::OnCuda;
 use crate::pass;
 
-/// An operation of `N` contiguous tensors.
+/// An operation on `N` contiguous tensors of a CUDA device.
 pub(super) trait CudaLayer<const N: usize>: Send + Sync + 'static {
     const NAME: &'static str;
 
-    /// Issues the forward pass.
+    /// Issues the forward pass. Returns the memory and shape of the result.
     fn forward(&self, x: [LayerArgument<'_>; N]) -> Result<(CudaStorage, Shape)>;
 
     /// Issues the backward pass for the contiguous gradient of the result `y`. Returns the
@@ -40,7 +40,7 @@ impl LayerArgument<'_> {
     }
 }
 
-/// A [`CudaLayer`] as an operation of candle.
+/// A [`CudaLayer`] as a custom operation of candle.
 pub(super) struct LayerOp<T>(pub(super) T);
 
 fn on_the_cpu<T>() -> Result<T> {
@@ -152,8 +152,8 @@ impl<T: CudaLayer<3>> CustomOp3 for LayerOp<T> {
     }
 }
 
-/// Returns true if mpmd's kernels take these tensors: the thread is in a pass on a CUDA device, and
-/// all are there, and of one type that the kernels have.
+/// Returns true if mpmd's kernels can compute with these tensors. The thread must be in a pass on a
+/// CUDA device, and all tensors must be there, all f32 or all bf16.
 pub(super) fn fit(tensors: &[&Tensor]) -> bool {
     let dtype = tensors.first().map(|tensor| tensor.dtype());
     matches!(dtype, Some(DType::F32 | DType::BF16))
@@ -163,7 +163,7 @@ pub(super) fn fit(tensors: &[&Tensor]) -> bool {
         && pass::with_cuda(|_| ()).is_some()
 }
 
-/// Calls `f` with the device of this thread's pass.
+/// Calls `f` with the CUDA device of this thread's pass. Fails outside of such a pass.
 pub(super) fn issue<R>(f: impl FnOnce(&OnCuda<'_>) -> mpmd_core::Result<R>) -> Result<R> {
     match pass::with_cuda(f) {
         Some(issued) => issued.map_err(candle_core::Error::wrap),

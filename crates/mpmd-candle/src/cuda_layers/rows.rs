@@ -14,8 +14,8 @@ pub(crate) fn softmax(x: &Tensor, is_log: bool) -> Option<Result<Tensor>> {
     fit(&[x]).then(|| x.contiguous()?.apply_op1(LayerOp(CudaSoftmax { is_log })))
 }
 
-/// Sets each element to zero with the probability `drop_p`, and scales the others. The choice is
-/// that of the CPU.
+/// Sets each element to zero with the probability `drop_p`, and scales the others. A key drops the
+/// same elements as on the CPU.
 pub(crate) fn dropout(x: &Tensor, key: Key, drop_p: f32) -> Option<Result<Tensor>> {
     fit(&[x]).then(|| {
         x.contiguous()?
@@ -163,7 +163,7 @@ impl CudaLayer<1> for CudaRotation {
     }
 }
 
-/// Makes a result of the shape and type of `x`.
+/// Creates a result with the shape and dtype of `x`, which `fill` writes.
 fn map(
     x: LayerArgument<'_>,
     fill: impl FnOnce(&OnCuda<'_>, CudaPart<'static>, CudaPart<'static>) -> mpmd_core::Result<()>,
@@ -173,7 +173,7 @@ fn map(
     Ok((y, shape))
 }
 
-/// Makes the gradient of `x` from that of the result.
+/// Creates the gradient of `x`, which `fill` computes from `gradient`, the gradient of the result.
 fn back(
     x: &Tensor,
     gradient: &Tensor,

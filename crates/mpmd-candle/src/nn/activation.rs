@@ -11,7 +11,7 @@ use crate::cuda_layers;
 use mpmd_core::cuda::layers;
 use mpmd_device::cpu::lanes::exp;
 
-/// The kernels' functions and slopes beyond this number are those of infinity.
+/// The magnitude to which the kernels clamp inputs, so that infinities do not give NaN.
 const BOUND: f32 = 1e4;
 
 /// An activation function by its name.
@@ -35,9 +35,9 @@ pub enum Activation {
     Silu,
     /// `1 / (1 + exp(-x))`.
     Sigmoid,
-    /// The sigmoid in three straight pieces.
+    /// The sigmoid, approximated by three linear pieces.
     HardSigmoid,
-    /// The product of the SiLU of the first half of each row and of the second half.
+    /// The SiLU of the first half of each row, times the second half.
     Swiglu,
     /// The same as `Silu`.
     Swish,
@@ -151,8 +151,8 @@ pub fn mish(xs: &Tensor) -> Result<Tensor> {
     bounded(xs, 80.0, candle_nn::ops::mish)
 }
 
-/// Computes a function of one number by `f`, which gets no numbers outside of `[-bound, bound]`.
-/// The function is the identity above `bound`, and constant below `-bound`.
+/// Computes an elementwise function by `f`, with inputs clamped to `[-bound, bound]`. The function
+/// is the identity above `bound`, and constant below `-bound`.
 fn bounded(xs: &Tensor, bound: f64, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let single = single(xs)?;
     let y = f(&single.clamp(-bound, bound)?)?;
@@ -164,7 +164,7 @@ fn bounded(xs: &Tensor, bound: f64, f: impl Fn(&Tensor) -> Result<Tensor>) -> Re
 }
 
 impl Activation {
-    /// Returns the function's kernel, if it has one and is of one number.
+    /// Returns the elementwise kernel of this function; `None` if there is none.
     pub(super) fn curve(self) -> Option<ActivationKernel> {
         match self {
             Self::Gelu => Some(ActivationKernel::GeluErf),
@@ -175,7 +175,7 @@ impl Activation {
     }
 }
 
-/// A function of one number with a kernel.
+/// An elementwise activation function that has a kernel.
 #[derive(Clone, Copy)]
 pub(super) enum ActivationKernel {
     Gelu,
@@ -184,7 +184,7 @@ pub(super) enum ActivationKernel {
 }
 
 impl ActivationKernel {
-    /// Returns the function for kernels on CUDA devices.
+    /// Returns the same function for kernels on CUDA devices.
     pub(super) fn on_cuda(self) -> layers::ActivationCurve {
         match self {
             Self::Gelu => layers::ActivationCurve::Gelu,
@@ -201,7 +201,7 @@ impl ActivationKernel {
         }
     }
 
-    /// Returns the gradient of `x` from that of the result.
+    /// Returns the gradient of the input `x` from the gradient `d` of the result.
     pub(super) fn backward(self, x: &[f32], d: &[f32]) -> Vec<f32> {
         match self {
             Self::Gelu => map_both(x, d, |x, d| {
@@ -287,10 +287,11 @@ fn gelu_weight(x: f32) -> (f32, f32) {
     )
 }
 
-/// Returns the distribution function of the normal distribution and its density.
+/// Returns the cumulative distribution function and the density of the standard normal
+/// distribution.
 ///
-/// The error of the distribution function is below 1e-7: formula 7.1.26 of Abramowitz and Stegun,
-/// "Handbook of Mathematical Functions", which needs the exponential of the density.
+/// The error of the distribution function is below 1e-7. It follows formula 7.1.26 of Abramowitz
+/// and Stegun, "Handbook of Mathematical Functions", and shares an exponential with the density.
 #[inline(always)]
 fn normal(x: f32) -> (f32, f32) {
     const DENSITY: f32 = std::f32::consts::FRAC_1_SQRT_2 * std::f32::consts::FRAC_2_SQRT_PI / 2.0;

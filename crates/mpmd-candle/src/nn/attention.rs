@@ -20,7 +20,7 @@ use crate::matmul::{Matrix, multiply_here};
 use crate::pass::{attends, keeps};
 use mpmd_device::cpu::lanes;
 
-/// The number of queries in a block: their scores are computed together.
+/// The number of queries in a block. The scores of a block are computed together.
 const BLOCK: usize = 64;
 
 /// The keys that each query sees.
@@ -32,9 +32,9 @@ pub enum Mask {
     /// The keys up to the query's own position. With fewer queries than keys, the last query is at
     /// the last key.
     Causal,
-    /// The keys from a first one up to the query's own position: a sliding window, or the sequence
-    /// of the query where a row has several. The tensor has the first key's index for each query,
-    /// in `u32`, and the shape `[batch, queries]` or `[1, queries]`.
+    /// The keys from a first one up to the query's own position: a sliding window, or the query's
+    /// own sequence in a row of several sequences. The `u32` tensor has the index of each query's
+    /// first key, in the shape `[batch, queries]` or `[1, queries]`.
     CausalFrom(Tensor),
     /// Numbers that are added to the scaled scores, for instance minus infinity for a hidden key.
     /// The shape is, or broadcasts to, `[batch, heads, queries, keys]`.
@@ -56,8 +56,8 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64) -> 
     attention_to([q, k, v], mask, scale, None)
 }
 
-/// Does the same as [`attention`], where a score becomes `cap tanh(score / cap)`. The memory grows
-/// with the square of the sequence's length.
+/// Computes [`attention`] with capped scores: a score becomes `cap tanh(score / cap)`. On the CPU,
+/// the memory grows with the square of the sequence's length.
 ///
 /// # Errors
 ///
@@ -107,15 +107,15 @@ fn attention_to(
     attend(q, k, v, scoring)
 }
 
-/// Does the same as [`attention`], where one tensor has queries, keys and values.
+/// Computes [`attention`] with queries, keys and values in one tensor.
 ///
-/// `qkv` is `[batch, time, heads * 3 * dim]`: for each head its query, its key and its value. So a
-/// linear layer that makes it can be divided over devices by heads. The result is `[batch, time,
-/// heads * dim]`.
+/// `qkv` is `[batch, time, heads * 3 * dim]`, with query, key and value of each head side by side.
+/// So the linear layer that computes `qkv` can be divided over devices by heads. The result is
+/// `[batch, time, heads * dim]`.
 ///
 /// # Errors
 ///
-/// If the heads do not divide the columns, or the mask does not fit.
+/// If the last dimension is no multiple of `3 * heads`, or the mask does not fit.
 pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Result<Tensor> {
     let (batch, time, columns) = qkv.dims3()?;
     if heads == 0 || !columns.is_multiple_of(3 * heads) {
@@ -166,7 +166,7 @@ pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Res
     y.transpose(1, 2)?.reshape((batch, time, heads * dim))
 }
 
-/// The way from the products of queries and keys to scores.
+/// The mask, scale and cap that turn the products of queries and keys into scores.
 pub(super) struct Scoring {
     /// Numbers that are added to the scaled scores.
     pub(super) mask: Option<Tensor>,
@@ -176,17 +176,18 @@ pub(super) struct Scoring {
     pub(super) cap: Option<f64>,
 }
 
-/// The keys that a query sees by its position.
+/// A rule for the keys that a query sees, given its position.
 #[derive(Clone)]
 pub(super) enum SightByPosition {
     All,
     Causal,
-    /// Causal, from the first key of each query on: `[batch, queries]`.
+    /// The keys from a first one up to the query's own position. The slice has the index of each
+    /// query's first key: `[batch, queries]`.
     From(Arc<[u32]>),
 }
 
 impl SightByPosition {
-    /// Returns the keys that a query of a sequence sees.
+    /// Returns the range of keys that query `query` of sequence `sequence` sees.
     fn of(&self, sizes: AttentionSizes, sequence: usize, query: usize) -> Range<usize> {
         let AttentionSizes { queries, keys, .. } = sizes;
         match self {
@@ -199,7 +200,8 @@ impl SightByPosition {
     }
 }
 
-/// Returns an error if the tensor has not a first key for each query.
+/// Returns an error unless `first` can hold the index of the first key that each query sees: u32,
+/// `[batch, queries]`, or `[1, queries]` for all sequences.
 fn check_first_keys(first: &Tensor, sizes: AttentionSizes) -> Result<()> {
     let AttentionSizes { batch, queries, .. } = sizes;
     if first.dtype() != DType::U32
@@ -215,7 +217,8 @@ fn check_first_keys(first: &Tensor, sizes: AttentionSizes) -> Result<()> {
     Ok(())
 }
 
-/// Returns the first key of each query, for each sequence.
+/// Returns the index of the first key that each query sees: `[batch, queries]`. Fails if it is
+/// behind the query's own position.
 fn first_keys(first: &Tensor, sizes: AttentionSizes) -> Result<Arc<[u32]>> {
     let AttentionSizes {
         batch,
@@ -240,8 +243,8 @@ fn first_keys(first: &Tensor, sizes: AttentionSizes) -> Result<Arc<[u32]>> {
     Ok(first.into())
 }
 
-/// Does the same as [`attention`], with an additive mask, a mask by position or both. With a cap,
-/// scores are `cap tanh(score / cap)`.
+/// Computes [`attention`] with an additive mask, a mask by position or both. With a cap, scores
+/// become `cap tanh(score / cap)`.
 pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, scoring: Scoring) -> Result<Tensor> {
     let Scoring {
         mask,
@@ -369,7 +372,7 @@ fn compose(
         .to_dtype(dtype)
 }
 
-/// The sizes of the arguments.
+/// The sizes of the tensors of an attention.
 #[derive(Clone, Copy)]
 struct AttentionSizes {
     batch: usize,
@@ -424,34 +427,33 @@ struct AttentionOp {
     mask: Option<Tensor>,
     sight: SightByPosition,
     scale: f32,
-    /// One for each query, for the backward pass: `[batch, heads, queries]`.
+    /// One normalizer per query, saved for the backward pass: `[batch, heads, queries]`.
     normalizers: OnceLock<Vec<Normalizer>>,
 }
 
-/// The numbers that make scores `x` the probabilities `share * e^(x - largest)`.
+/// The numbers that turn a score `x` into the probability `share * e^(x - largest)`.
 ///
-/// They are apart, since `largest` may be so large that a sum with the logarithm of `share` loses
-/// the latter.
+/// They are separate, since a sum of `largest` and the logarithm of `share` may lose the latter.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Normalizer {
     pub(super) largest: f32,
     pub(super) share: f32,
 }
 
-/// A block of queries of one head.
+/// A block of consecutive queries of one head.
 #[derive(Clone)]
 struct QueryBlock {
-    /// `sequence * heads + head`.
+    /// The index `sequence * heads + head`.
     head: usize,
-    /// The position of the first query.
+    /// The index of the block's first query.
     first: usize,
     rows: usize,
-    /// The keys from the first to the last that a query sees.
+    /// A range of keys with all keys that the block's queries see.
     keys: Range<usize>,
 }
 
 impl AttentionOp {
-    /// Creates the operation. `is_tracked` is true if it keeps normalizers for a backward pass.
+    /// Creates the operation. If `is_tracked` is true, it saves normalizers for a backward pass.
     fn new(
         sizes: AttentionSizes,
         mask: Option<Tensor>,
@@ -490,7 +492,7 @@ impl AttentionOp {
         }
     }
 
-    /// Returns the index of the group of keys and values that a head uses.
+    /// Returns the index of the group of keys and values that `head` uses, over all sequences.
     fn group(&self, head: usize) -> usize {
         head / (self.sizes.heads / self.sizes.groups)
     }
@@ -511,7 +513,8 @@ impl AttentionOp {
         }
     }
 
-    /// Returns the keys that a block's query sees, counted from the first of the block.
+    /// Returns the range of keys that query `row` of the block sees, relative to the block's first
+    /// key.
     fn seen(&self, block: &QueryBlock, row: usize) -> Range<usize> {
         let seen = self
             .sight
@@ -622,8 +625,8 @@ impl AttentionOp {
         Ok([d_q, d_k, d_v])
     }
 
-    /// Computes the gradient of a block's queries, and adds to those of its group's keys and
-    /// values. `scratch` may have any content.
+    /// Computes the gradient of a block's queries. Adds the block's contribution to the gradients
+    /// of its group's keys and values. `scratch` may have any content.
     fn backward_block(
         &self,
         block: &QueryBlock,
@@ -692,7 +695,7 @@ impl AttentionOp {
     }
 }
 
-/// Replaces the scores of a query by the softmax of those that it sees, and zeros.
+/// Replaces a query's scores by their softmax over the keys in `seen`, and by zero for other keys.
 fn probabilities(row: &mut [f32], seen: Range<usize>) -> Normalizer {
     hide(row, &seen);
     let seen = &mut row[seen];
@@ -704,17 +707,19 @@ fn probabilities(row: &mut [f32], seen: Range<usize>) -> Normalizer {
     Normalizer { largest, share }
 }
 
-/// Replaces the elements of a row for keys that a query does not see by zeros.
+/// Sets the elements of a row to zero for the keys outside of `seen`.
 fn hide(row: &mut [f32], seen: &Range<usize>) {
     row[..seen.start].fill(0.0);
     row[seen.end..].fill(0.0);
 }
 
-/// Replaces the scores of a query by its probabilities, and the gradients `d_row` of the latter by
-/// those of the products of query and keys. Only those of the keys that it sees are not zero.
+/// Replaces the scores `row` of a query by probabilities. Replaces the probabilities' gradients
+/// `d_row` by gradients of the products of query and keys. Both become zero for keys outside of
+/// `seen`.
 ///
-/// `scale` is that of the products. `mean` is the mean of the probabilities' gradients: the product
-/// of the result and its gradient, which is computed here if it is `None`.
+/// `scale` is the factor of the products. `mean` is the mean of the probabilities' gradients,
+/// weighted by the probabilities: the dot product of the result and its gradient. It is computed
+/// here if it is `None`.
 fn score_gradients(
     row: &mut [f32],
     d_row: &mut [f32],
@@ -740,14 +745,14 @@ fn score_gradients(
     }
 }
 
-/// Gradients that a block adds to: of its own queries, and of its group's keys and values.
+/// Gradients to which a block adds: of its queries, and of its group's keys and values.
 struct BlockGradients<'a> {
     d_q: &'a mut [f32],
     d_k: &'a mut [f32],
     d_v: &'a mut [f32],
 }
 
-/// Memory for the scores of a block and their gradients. It may have any content.
+/// Scratch memory for the scores of a block and their gradients. Its content is arbitrary.
 #[derive(Default)]
 struct BlockScratch {
     scores: Vec<f32>,
@@ -759,7 +764,7 @@ struct BackwardArrays<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
-    /// The result, unless it is rounded to half precision.
+    /// The result of the forward pass; `None` if it was rounded to half precision.
     out: Option<&'a [f32]>,
     d_out: &'a [f32],
     normalizers: &'a [Normalizer],
@@ -780,7 +785,7 @@ impl<'a> MaskValues<'a> {
         })
     }
 
-    /// Returns the row of one query, where `head` is `sequence * heads + head`.
+    /// Returns the mask's row of one query. `head` is the index `sequence * heads + head`.
     fn row(&self, sizes: AttentionSizes, head: usize, query: usize) -> &[f32] {
         let at = [head / sizes.heads, head % sizes.heads, query];
         let start: usize = at
@@ -856,8 +861,8 @@ impl CustomOp3 for AttentionOp {
     }
 }
 
-/// The operation of [`self_attention`]: attention to one tensor with queries, keys and values, one
-/// after the other.
+/// The operation of [`self_attention`]. Its input has query, key and value of each head side by
+/// side.
 struct SelfAttention(AttentionOp);
 
 impl CustomOp1 for SelfAttention {

@@ -164,7 +164,7 @@ impl Module for Conv2d {
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn conv1d(
     in_channels: usize,
     out_channels: usize,
@@ -183,7 +183,7 @@ pub fn conv1d(
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn conv1d_no_bias(
     in_channels: usize,
     out_channels: usize,
@@ -205,7 +205,7 @@ pub fn conv1d_no_bias(
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn conv2d(
     in_channels: usize,
     out_channels: usize,
@@ -224,7 +224,7 @@ pub fn conv2d(
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn conv2d_no_bias(
     in_channels: usize,
     out_channels: usize,

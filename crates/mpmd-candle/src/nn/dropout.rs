@@ -7,10 +7,10 @@ use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
 use crate::cuda_layers;
 use crate::pass::random_key;
 
-/// The elements that share one block of 64 random bits.
+/// The number of elements that share one block of 64 random bits.
 const SHARED: usize = 4;
 
-/// The number of values of an element's 16 random bits.
+/// The number of values that 16 random bits of an element can have.
 const DRAWS: f64 = 65536.0;
 
 /// A layer that sets a random share of the elements to zero and scales the others.
@@ -20,16 +20,16 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Creates a layer that drops the share `drop_p` of the elements, in `[0, 1)`.
+    /// Creates a layer that drops each element with the probability `drop_p`, in `[0, 1)`.
     pub fn new(drop_p: f32) -> Self {
         Self { drop_p }
     }
 
-    /// Returns [`dropout`] of `xs` if `train` is set, else `xs`.
+    /// Returns [`dropout`] of `xs` if `train` is true, else `xs`.
     ///
     /// # Errors
     ///
-    /// As [`dropout`].
+    /// Returns the errors of [`dropout`].
     pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         if train {
             dropout(xs, self.drop_p)
@@ -46,15 +46,15 @@ impl ModuleT for Dropout {
 }
 
 /// Sets each element to zero with the probability `p`, and multiplies the others by `1 / (1 - p)`.
-/// `p` is the multiple of 2^-16 below 1 that is next to `drop_p`.
+/// `p` is `drop_p`, rounded to a multiple of 2^-16 below 1.
 ///
-/// The mask depends only on the key of the stage's microbatch, the number of this call in the pass,
-/// and the index of the element.
+/// The mask depends only on the key of the stage's microbatch, the number of keys drawn before in
+/// the pass, and the index of the element.
 ///
 /// # Errors
 ///
-/// If `drop_p` is not in `[0, 1)`. If it is not zero: outside of a stage, and if the microbatch has
-/// no key.
+/// If `drop_p` is not in `[0, 1)`. If it is not zero and the call is outside of a stage, or the
+/// microbatch has no key.
 pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     if !(0.0..1.0).contains(&drop_p) {
         bail!("dropout: the probability is {drop_p}: expected a number in [0, 1)");
@@ -82,15 +82,15 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     xs * mask.to_dtype(xs.dtype())?.to_device(xs.device())?
 }
 
-/// The operation of one call.
+/// The operation of one call of [`dropout`].
 struct DropoutOp {
     key: Key,
-    /// An element is kept if its 16 random bits are not below this number.
+    /// Elements are kept if their 16 random bits are at least this number.
     limit: u64,
 }
 
 impl DropoutOp {
-    /// Returns `x` with dropped and scaled elements.
+    /// Returns `x` with some elements dropped and the others scaled.
     fn apply(&self, x: &[f32]) -> Vec<f32> {
         let scale = (DRAWS / (DRAWS - self.limit as f64)) as f32;
         let mut out = vec![0.0; x.len()];

@@ -7,7 +7,7 @@ use super::values::{are_fast, in_layer, name_of, offsets, values};
 use crate::cuda_layers;
 use crate::pass::{keeps, weight_gradient};
 
-/// A table with a row for each index.
+/// A layer that looks up the rows of a table by index.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     embeddings: Tensor,
@@ -79,7 +79,7 @@ impl Module for Embedding {
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embedding> {
     let init = Init::Randn {
         mean: 0.0,
@@ -93,12 +93,12 @@ pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embe
     })
 }
 
-/// Returns the elements of a tensor of indices, row-major. A number beyond `u32` becomes
-/// `u32::MAX`.
+/// Returns the elements of a tensor of indices, row-major. Indices outside of the range of `u32`
+/// become `u32::MAX`.
 ///
 /// # Errors
 ///
-/// If the tensor is not of integers.
+/// If the dtype is not u8, u32 or i64.
 pub(super) fn indices(tensor: &Tensor) -> Result<Vec<u32>> {
     match tensor.dtype() {
         DType::U8 | DType::U32 => tensor.flatten_all()?.to_dtype(DType::U32)?.to_vec1(),

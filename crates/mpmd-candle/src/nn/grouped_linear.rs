@@ -29,12 +29,12 @@ impl Grouped {
         &self.weight
     }
 
-    /// Computes `[rows, outputs]` from `x` `[rows, inputs]`. Its first `rows[0]` rows are those of
-    /// the first group, and so on.
+    /// Computes `[rows, outputs]` from `x` `[rows, inputs]`. The first `rows[0]` rows of `x` belong
+    /// to group 0, the next `rows[1]` rows to group 1, and so on.
     ///
     /// # Errors
     ///
-    /// If the shapes do not fit each other, or `rows` has not one number for each group.
+    /// If the shapes do not fit each other, or `rows` does not have one number for each group.
     pub fn forward(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor> {
         in_layer(self.name.as_deref(), self.compute(x, rows))
     }
@@ -84,7 +84,7 @@ impl Grouped {
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn grouped(groups: usize, in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Grouped> {
     // As that of a linear layer: the groups count as neither inputs nor outputs.
     let init = Init::Randn {
@@ -98,7 +98,7 @@ pub fn grouped(groups: usize, in_dim: usize, out_dim: usize, vb: VarBuilder) -> 
     })
 }
 
-/// Returns the rows of each group.
+/// Returns the range of rows of each group. `rows` has the number of rows per group.
 fn ranges(rows: &[usize]) -> impl Iterator<Item = Range<usize>> {
     rows.iter().scan(0, |end, rows| {
         *end += rows;
@@ -106,7 +106,7 @@ fn ranges(rows: &[usize]) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// The operation of the layers, with the number of rows of each group.
+/// The operation of [`Grouped`], with the number of rows per group.
 struct GroupedProduct {
     rows: Arc<[usize]>,
     outputs: usize,
@@ -114,7 +114,7 @@ struct GroupedProduct {
 }
 
 impl GroupedProduct {
-    /// Returns (rows, range of the group's weight) of each group that has rows.
+    /// Returns (range of rows, range of weight elements) of each group that has rows.
     fn groups(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
         let size = self.outputs * self.inputs;
         let weight = (0..).map(move |group| group * size..(group + 1) * size);
@@ -123,7 +123,7 @@ impl GroupedProduct {
             .filter(|(rows, _)| !rows.is_empty())
     }
 
-    /// Returns the elements of these rows of a matrix with `width` columns.
+    /// Returns the range of elements of `rows` in a matrix with `width` columns.
     fn rows(rows: &Range<usize>, width: usize) -> Range<usize> {
         rows.start * width..rows.end * width
     }

@@ -76,7 +76,7 @@ impl LayerNorm {
         self.eps
     }
 
-    /// Returns true if the rows get mean 0.
+    /// Returns true if the layer subtracts the mean of each row.
     pub fn remove_mean(&self) -> bool {
         self.remove_mean
     }
@@ -100,7 +100,7 @@ impl Module for LayerNorm {
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn layer_norm<C: Into<LayerNormConfig>>(
     size: usize,
     config: C,
@@ -136,7 +136,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
     layer_norm(
         size,
@@ -174,8 +174,8 @@ impl RmsNorm {
         self.0.eps()
     }
 
-    /// Does the same as `forward`. In `candle_nn` this variant alone has a gradient; here both
-    /// have.
+    /// Does the same as `forward`. In `candle_nn` only `forward_diff` has a gradient; here both
+    /// have one.
     ///
     /// # Errors
     ///
@@ -195,7 +195,7 @@ impl Module for RmsNorm {
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     let config = LayerNormConfig {
         eps,
@@ -205,14 +205,14 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     Ok(RmsNorm(layer_norm(size, config, vb)?))
 }
 
-/// The operation of a norm.
+/// The operation that normalises rows.
 #[derive(Clone, Copy)]
 pub(super) struct RowNorm {
     pub(super) remove_mean: bool,
     pub(super) eps: f64,
 }
 
-/// The mean of a row, and one over its standard deviation.
+/// The mean of a row, and the reciprocal of its standard deviation.
 #[derive(Clone, Copy)]
 struct RowStatistics {
     mean: f32,
@@ -252,7 +252,7 @@ impl RowNorm {
         self.compose(x, weight, bias)
     }
 
-    /// Does the same with operations of candle.
+    /// Does the same as `apply` with operations of candle.
     fn compose(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let dtype = x.dtype();
         let x = single(x)?;

@@ -43,15 +43,15 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// Computes the layer if the devices along these mesh axes have parts of `x` and of the weight:
-    /// `x` is `[..., inputs / devices]`. Adds up the products over the axes, the last one first,
-    /// then adds the bias. All devices get the result.
+    /// Computes the layer if the input dimension is divided over the devices along mesh axes
+    /// `axes`: `x` is `[..., inputs / devices]`. Adds up the products over the axes, the last one
+    /// first, then adds the bias. All devices get the result.
     ///
-    /// The weight is divided over its dimension 1, and the bias is whole on every device.
+    /// The weight is divided in dimension 1, and the bias is whole on every device.
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
         let sizes = axes
             .iter()
@@ -81,12 +81,12 @@ impl Linear {
         }
     }
 
-    /// Computes the activation function of the layer's output. GELU and SiLU are one operation with
-    /// the product, which takes fewer passes over memory.
+    /// Applies an activation function to the layer's output. For GELU and SiLU, product and
+    /// function are one operation, which takes fewer passes over memory.
     ///
     /// # Errors
     ///
-    /// As `forward`.
+    /// Returns the errors of `forward`.
     pub fn forward_activated(&self, x: &Tensor, activation: Activation) -> Result<Tensor> {
         if let (Some(curve), Some(bias)) = (activation.curve(), &self.bias)
             && let Ok(shape) = self.shape(x)
@@ -118,7 +118,7 @@ impl Linear {
         })
     }
 
-    /// Returns the shape of the output.
+    /// Returns the shape of the output for the input `x`.
     fn shape(&self, x: &Tensor) -> Result<Vec<usize>> {
         let (outputs, inputs) = self.weight.dims2()?;
         let Some((&last, leading)) = x.dims().split_last() else {
@@ -180,7 +180,7 @@ impl Module for Linear {
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     let layer = linear_no_bias(in_dim, out_dim, vb.clone())?;
     let bound = 1.0 / (in_dim as f64).sqrt();
@@ -202,7 +202,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
     let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
@@ -213,11 +213,11 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<L
     })
 }
 
-/// Creates a linear layer, with a bias if `bias` is set.
+/// Creates a linear layer, with a bias if `bias` is true.
 ///
 /// # Errors
 ///
-/// As [`VarBuilder::get_with_hints`].
+/// Returns the errors of [`VarBuilder::get_with_hints`].
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
     if bias {
         linear(in_dim, out_dim, vb)
@@ -226,7 +226,7 @@ pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Re
     }
 }
 
-/// The operation of a layer with a result of this shape.
+/// The operation of a linear layer. Holds the shape of the result.
 struct LinearProduct(Vec<usize>);
 
 impl LinearProduct {
@@ -251,7 +251,7 @@ impl LinearProduct {
     }
 }
 
-/// Returns the gradients of the input and of the weight.
+/// Returns the gradients of input and weight. The weight's is `None` if a pass adds or defers it.
 fn backward(
     x: &Tensor,
     weight: &Tensor,
@@ -350,11 +350,11 @@ impl CustomOp3 for LinearProduct {
     }
 }
 
-/// The operation of a layer with a bias, then an activation function.
+/// The operation of a linear layer with bias, followed by an activation function.
 struct LinearActivated {
     product: LinearProduct,
     curve: ActivationKernel,
-    /// The layer's output before the function, for the backward pass.
+    /// The layer's output before the activation function, saved for the backward pass.
     before: OnceLock<Vec<f32>>,
 }
 

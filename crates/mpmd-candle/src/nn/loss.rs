@@ -102,7 +102,7 @@ pub fn cross_entropy_sum(
     ))
 }
 
-/// Computes [`cross_entropy_sum`] on a CUDA device. `None` if the tensors are on none.
+/// Computes [`cross_entropy_sum`] on a CUDA device. Returns `None` if mpmd's kernels cannot.
 fn on_cuda(
     logits: &Tensor,
     targets: &Tensor,
@@ -112,7 +112,7 @@ fn on_cuda(
     cuda_layers::cross_entropy(logits, targets, weights).transpose()
 }
 
-/// Returns the number of classes, or an error if the shapes do not fit each other.
+/// Returns the number of classes. Fails if the shapes do not fit each other.
 fn check(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<usize> {
     let Some((&classes, rows)) = logits.dims().split_last() else {
         bail!("cross_entropy: the logits have no dimension: expected [..., classes]");
@@ -129,8 +129,8 @@ fn check(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
     Ok(classes)
 }
 
-/// Returns the sum of the weighted losses, f64 for logits of that type and else f32, and the sum of
-/// the weights.
+/// Returns the sum of the weighted losses and the sum of the weights. The sum of the losses is f64
+/// for f64 logits, else f32.
 fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<(Tensor, f64)> {
     let classes = check(logits, targets, weights)?;
     let mut targets = indices(targets)?;
@@ -194,7 +194,7 @@ struct CrossEntropyOp {
     targets: Vec<u32>,
     /// The weight of each row.
     weights: Vec<f32>,
-    /// One for each row, for the backward pass.
+    /// One normalizer per row, saved for the backward pass.
     normalizers: OnceLock<Vec<Normalizer>>,
 }
 

@@ -39,9 +39,11 @@ pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Resul
 }
 
 /// Computes attention; see [`attention`](super::attention()) for the shapes. A causal mask and
-/// `mask` may both be given. As in candle, a `softcapping` of 1 is none. Otherwise a score is
-/// `softcapping * tanh(score / softcapping)`, and the memory grows with the square of the
-/// sequence's length; for a cap of 1 see [`capped_attention`](super::capped_attention()).
+/// `mask` may both be given.
+///
+/// As in candle, a `softcapping` of 1 means no cap. With another value, a score becomes
+/// `softcapping * tanh(score / softcapping)`, and on the CPU the memory grows with the square of
+/// the sequence's length. For a cap of 1 see [`capped_attention`](super::capped_attention()).
 ///
 /// # Errors
 ///

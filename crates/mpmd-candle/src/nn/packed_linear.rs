@@ -12,11 +12,11 @@ use super::linear::Linear;
 use super::values::{single, values};
 use crate::cx::Cx;
 
-/// Number of elements that are read at once.
+/// The number of weight elements that [`PackedLinear::of_rows`] reads at once.
 const BLOCK: usize = 1 << 20;
 
-/// A linear layer without gradients: `y = x wᵀ + b`. A row of the result has the same bits with any
-/// number of rows. Clones share the weight.
+/// A linear layer without gradients: `y = x wᵀ + b`. The bits of a row of `y` do not depend on the
+/// number of rows of `x`. Clones share the weight.
 #[derive(Clone, Debug)]
 pub struct PackedLinear {
     weight: Arc<PackedWeight>,
@@ -24,8 +24,8 @@ pub struct PackedLinear {
 }
 
 impl PackedLinear {
-    /// Packs the weight of a layer. With `in_half` its elements are rounded to `bf16`; sums are in
-    /// f32 in any case.
+    /// Packs the weight of a layer. If `in_half` is true, its elements are rounded to `bf16`. Sums
+    /// are always in f32.
     ///
     /// # Errors
     ///
@@ -43,12 +43,12 @@ impl PackedLinear {
         })
     }
 
-    /// Packs a weight `[rows, columns]` that `read` reads, some rows at a time, row-major. There is
-    /// no bias. With `in_half` as for [`PackedLinear::new`].
+    /// Packs a weight `[rows, columns]`, without a bias. Each call of `read` fills a slice with the
+    /// given rows, row-major. `in_half` is as for [`PackedLinear::new`].
     ///
     /// # Errors
     ///
-    /// Those of `read`.
+    /// Returns the error of `read`.
     pub fn of_rows(
         rows: usize,
         columns: usize,
@@ -75,7 +75,7 @@ impl PackedLinear {
     ///
     /// # Errors
     ///
-    /// As for [`Cx::all_reduce`].
+    /// Returns the errors of [`Cx::all_reduce`].
     pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
         let product = Self {
             weight: self.weight.clone(),
@@ -95,11 +95,12 @@ impl PackedLinear {
         self.weight.rows()
     }
 
-    /// Returns rows of the weight: of the shape of `indices` and the number of columns.
+    /// Returns the weight's rows at `indices`. The result has the shape of `indices`, followed by
+    /// the number of columns.
     ///
     /// # Errors
     ///
-    /// If `indices` are not of type u32, or there is no such row.
+    /// If `indices` are not u32, or an index is beyond the weight's rows.
     pub fn rows(&self, indices: &Tensor) -> Result<Tensor> {
         let rows = self.weight.rows();
         let columns = self.weight.columns();

@@ -10,45 +10,45 @@ use rayon::prelude::*;
 use super::values::values;
 use crate::cuda_layers;
 
-/// Number of tokens for which one thread computes the queries.
+/// The largest number of tokens in one part of a pass's attention.
 const ROWS: usize = 16;
 
-/// The keys and values of a layer, in blocks of [`BLOCK`] tokens. Sequences have their own blocks,
-/// or share those of equal beginnings.
+/// The keys and values of an attention layer, in blocks of [`BLOCK`] tokens. Sequences with equal
+/// beginnings may share blocks.
 #[derive(Clone, Debug)]
 pub struct PagedCache {
     paged: KeyValueBlocks,
-    /// The blocks on a CUDA device, from the first pass there on.
+    /// The blocks on a CUDA device, created by the first pass on that device.
     on_cuda: Option<cuda_layers::DeviceBlocks>,
     blocks: usize,
     heads: usize,
     dim: usize,
 }
 
-/// Tokens of one sequence in a pass.
+/// Consecutive tokens of one sequence in a pass.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct PagedRows {
-    /// Position of the first of the tokens.
+    /// Position of the first of these tokens in the sequence.
     pub start: usize,
-    /// Number of tokens.
+    /// Number of tokens in the pass.
     pub rows: usize,
-    /// The blocks of the sequence, in order: as many as its tokens up to these need.
+    /// Indices of the sequence's blocks, in order: enough blocks for `start + rows` tokens.
     pub blocks: Vec<u32>,
 }
 
-/// The function of an attention's scores, and the keys that are seen.
+/// The scale, cap and window of an attention's scores.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedScores {
-    /// Factor of the products of queries and keys.
+    /// Factor that multiplies the products of queries and keys.
     pub scale: f64,
-    /// A score `x` becomes `cap tanh(x / cap)`.
+    /// If set, a score `x` becomes `cap tanh(x / cap)`.
     pub cap: Option<f64>,
-    /// Number of keys that a query sees, its own included. `None` if it sees all before it.
+    /// Number of keys that a query sees, including its own. `None` for all keys up to its own.
     pub window: Option<usize>,
 }
 
 impl PagedCache {
-    /// Creates `blocks` blocks for `heads` heads of keys, each of width `dim`.
+    /// Creates a cache of `blocks` blocks for `heads` key heads, with `dim` elements per key.
     pub fn new(blocks: usize, heads: usize, dim: usize) -> Self {
         Self {
             paged: KeyValueBlocks::zeros(blocks, heads, dim),
@@ -59,15 +59,18 @@ impl PagedCache {
         }
     }
 
-    /// Adds the keys and values of a pass, and computes the causal attention of its queries. `q` is
-    /// `[tokens, heads, dim]`, and `k` and `v` `[tokens, heads of keys, dim]`: the tokens of the
-    /// first sequence, then those of the next. Each head of keys serves as many consecutive heads.
-    /// Returns `[tokens, heads, dim]`. A token's result does not depend, to the bit, on the rest of
-    /// the pass or on the division of its sequence over passes. There is no gradient.
+    /// Writes the keys and values of a pass to the cache, and computes the causal attention of its
+    /// queries. Returns `[tokens, heads, dim]`. There is no gradient.
+    ///
+    /// `q` is `[tokens, heads, dim]`; `k` and `v` are `[tokens, key heads, dim]`. Tokens are in the
+    /// order of `sequences`. Each key head serves `heads / key heads` consecutive heads.
+    ///
+    /// The bits of a token's result do not depend on the other sequences of the pass, nor on the
+    /// division of its sequence over passes.
     ///
     /// # Errors
     ///
-    /// If shapes do not fit, or a sequence has too few blocks or one that does not exist.
+    /// If shapes do not fit, or a sequence has too few blocks or a block that does not exist.
     pub fn attention(
         &mut self,
         [q, k, v]: [&Tensor; 3],
@@ -116,7 +119,7 @@ impl PagedCache {
         Tensor::from_vec(out, (tokens, heads, dim), &Device::Cpu)
     }
 
-    /// Returns the number of heads of queries, or an error if shapes or dtypes do not fit.
+    /// Returns the number of query heads. Fails if shapes or dtypes do not fit.
     fn check_tensors(&self, [q, k, v]: [&Tensor; 3], tokens: usize) -> Result<usize> {
         let groups = self.heads;
         let dim = self.dim;
@@ -140,7 +143,7 @@ impl PagedCache {
         }
     }
 
-    /// Returns an error if a sequence has too few blocks, or one that does not exist.
+    /// Returns an error if a sequence has too few blocks, or a block that does not exist.
     fn check_blocks(&self, sequences: &[PagedRows]) -> Result<()> {
         for PagedRows {
             start,
@@ -196,7 +199,8 @@ impl PagedCache {
         parts
     }
 
-    /// Returns the results of a part, `[tokens, heads of its group, dim]`. `q` is that of the pass.
+    /// Returns the attention of one part: `[tokens, heads of its group, dim]`. `q` has the queries
+    /// of the whole pass.
     fn attend(
         &self,
         part: &PassPart<'_>,
@@ -240,11 +244,11 @@ impl PagedCache {
     }
 }
 
-/// Tokens of a sequence, and a head of keys.
+/// A part of a pass: some tokens of one sequence, and one key head.
 struct PassPart<'a> {
-    /// Their places in the pass.
+    /// The indices of the tokens in the pass.
     rows: Range<usize>,
-    /// Position of the first one.
+    /// The position of the first token in its sequence.
     position: usize,
     group: usize,
     sequence: &'a PagedRows,

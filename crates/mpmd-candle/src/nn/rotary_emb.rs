@@ -21,8 +21,8 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         .contiguous()
 }
 
-/// Rotates the pairs `(2i, 2i + 1)` of the rows of `xs` `[batch, heads, time, dim]`. The other
-/// shapes are those of [`rope`].
+/// Rotates the pairs `(2i, 2i + 1)` of the rows of `xs` `[batch, heads, time, dim]`. `cos` and
+/// `sin` have the shapes that [`rope`] takes.
 ///
 /// # Errors
 ///
@@ -41,8 +41,8 @@ pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         .reshape(xs.shape())
 }
 
-/// Rotates the pairs `(i, i + dim / 2)` of the rows of `xs` `[batch, time, heads, dim]`. The other
-/// shapes are those of [`rope`].
+/// Rotates the pairs `(i, i + dim / 2)` of the rows of `xs` `[batch, time, heads, dim]`. `cos` and
+/// `sin` have the shapes that [`rope`] takes.
 ///
 /// # Errors
 ///
@@ -109,7 +109,7 @@ fn compose(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 
 /// The operation of a rotation.
 struct PairRotation {
-    /// `[batch or 1, time, dim / 2]`, as `sin`.
+    /// The cosines of the angles: `[batch or 1, time, dim / 2]`. `sin` has the same shape.
     cos: Tensor,
     sin: Tensor,
     time: usize,
@@ -117,7 +117,7 @@ struct PairRotation {
 }
 
 impl PairRotation {
-    /// Rotates the rows of `x`, in the other direction if `is_back` is set.
+    /// Rotates the rows of `x`, by the negative angles if `is_back` is true.
     fn apply(&self, x: &[f32], is_back: bool) -> Result<Vec<f32>> {
         let cos = values(&self.cos)?;
         let sin = values(&self.sin)?;

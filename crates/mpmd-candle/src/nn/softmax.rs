@@ -42,8 +42,9 @@ pub fn log_softmax<D: Dim>(xs: &Tensor, d: D) -> Result<Tensor> {
     })
 }
 
-/// Applies `rows` to the rows of `xs`, or `compose` if `dim` is not the last dimension or there is
-/// no kernel. Returns an empty tensor as it is, since candle has no maximum of one.
+/// Applies the kernel `rows` if `dim` is the last dimension and the kernel can take `xs`. Else
+/// calls `compose`. Returns an empty tensor unchanged, since candle has no maximum of an empty
+/// tensor.
 fn along(
     xs: &Tensor,
     dim: usize,
@@ -65,8 +66,8 @@ fn along(
     compose(&single(xs)?)?.to_dtype(xs.dtype())
 }
 
-/// The operation of a softmax of rows, or of its logarithm. The backward pass needs its result
-/// alone.
+/// The operation that computes the softmax of rows, or its logarithm. The backward pass needs only
+/// the result.
 struct RowSoftmax {
     is_log: bool,
 }

@@ -11,11 +11,11 @@ use rayon::prelude::*;
 
 use crate::pass::weight_gradient;
 
-/// The elements that one thread should at least get: below that, waking it takes longer.
+/// The least number of elements per thread. For fewer, waking a thread takes longer than the work.
 const GRAIN: usize = 1 << 14;
 
-/// Returns true if the kernels of this module compute with these tensors: all are on the CPU, and
-/// f32, or all of one type of half precision. The kernels compute with halves in f32.
+/// Returns true if the CPU kernels of this module can compute with these tensors. All must be on
+/// the CPU, all in f32 or all in the same half-precision dtype. The kernels compute in f32.
 pub(super) fn are_fast(tensors: &[&Tensor]) -> bool {
     let dtype = tensors.first().map(|tensor| tensor.dtype());
     matches!(dtype, Some(DType::F32 | DType::F16 | DType::BF16))
@@ -24,8 +24,8 @@ pub(super) fn are_fast(tensors: &[&Tensor]) -> bool {
             .all(|x| Some(x.dtype()) == dtype && x.device().is_cpu())
 }
 
-/// Returns `x`, or an f32 copy of a tensor of half precision: candle's own operations add up in the
-/// type of their arguments.
+/// Returns `x`, or an f32 copy of a half-precision tensor. candle's own operations would sum in
+/// half precision.
 pub(super) fn single(x: &Tensor) -> Result<Tensor> {
     match x.dtype() {
         DType::F16 | DType::BF16 => x.to_dtype(DType::F32),
@@ -33,7 +33,8 @@ pub(super) fn single(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Elements of a tensor on the CPU: those of an f32 tensor in place, or copies of halves.
+/// Elements of a tensor on the CPU as f32: borrowed from an f32 tensor, or copied from half
+/// precision.
 pub(super) enum TensorValues<'a> {
     InPlace {
         storage: StorageRef<'a>,
@@ -60,7 +61,7 @@ pub(super) fn values(tensor: &Tensor) -> Result<TensorValues<'_>> {
     }
 }
 
-/// Returns the elements of the result of an operation, as [`values`] does, or `None` if they were
+/// Returns the elements of an operation's result, as [`values`] does. Returns `None` if they were
 /// rounded to half precision.
 pub(super) fn exact(result: &Tensor) -> Result<Option<TensorValues<'_>>> {
     (result.dtype() == DType::F32)
@@ -70,7 +71,7 @@ pub(super) fn exact(result: &Tensor) -> Result<Option<TensorValues<'_>>> {
 
 impl<'a> TensorValues<'a> {
     /// Returns the elements of an f32 `tensor` from its first one to the end of its memory. The
-    /// tensor's strides count in them.
+    /// tensor's strides are offsets in this slice.
     ///
     /// # Errors
     ///
@@ -104,7 +105,7 @@ impl Deref for TensorValues<'_> {
     }
 }
 
-/// Returns the elements of an argument of a custom operation. Halves are copied to f32.
+/// Returns the elements of an argument of a custom operation. Half precision is copied to f32.
 ///
 /// # Errors
 ///
@@ -127,7 +128,7 @@ pub(super) fn offsets(layout: &Layout) -> Result<(usize, usize)> {
     }
 }
 
-/// Returns the result of a custom operation, in the type of its argument `like`.
+/// Returns the result of a custom operation, converted to the dtype of its argument `like`.
 pub(super) fn result(
     values: Vec<f32>,
     shape: impl Into<Shape>,
@@ -150,13 +151,13 @@ pub(super) fn tensor_like(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
 }
 
-/// Calls `f` with (index of the first row, rows) for all of `out`, a row-major matrix with rows of
-/// `width` elements. Several threads do so, each with whole rows.
+/// Calls `f` with (index of the first row, rows) for all rows of `out`, a row-major matrix of
+/// `width` columns. Several threads share the rows.
 pub(super) fn for_rows(out: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
     for_costly_rows(out, width, width, f);
 }
 
-/// Does the same as [`for_rows`], where a row costs as much as `cost` elements.
+/// Does the same as [`for_rows`] for rows that each cost as much time as `cost` elements.
 pub(super) fn for_costly_rows<T: Send>(
     out: &mut [T],
     width: usize,
@@ -175,10 +176,9 @@ pub(super) fn for_costly_rows<T: Send>(
         .for_each(|(at, out)| f(at * rows, out));
 }
 
-/// Adds to each element of `sums` the terms of its column, in the order of the rows. Several
-/// threads do so, each with whole columns.
+/// Adds terms to the columns `sums`, row by row in order. Several threads share the columns.
 ///
-/// `add` gets the index of a row and of the first column, and the sums to add to.
+/// `add` gets the index of a row, the index of the first column, and the sums to which it adds.
 pub(super) fn add_columns(
     sums: &mut [f32],
     rows: usize,
@@ -198,12 +198,12 @@ pub(super) fn add_columns(
         });
 }
 
-/// Adds the contiguous gradient `[..., width]` of a layer's output to that of `bias` `[width]`, or
-/// defers that. Returns the same as [`weight_gradient`].
+/// Sums the contiguous gradient `[..., width]` of a layer's output to the gradient of `bias`
+/// `[width]`. Adds, defers or returns it as [`weight_gradient`] does.
 ///
 /// # Errors
 ///
-/// As [`weight_gradient`].
+/// Returns the errors of [`weight_gradient`].
 pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Tensor>> {
     weight_gradient(bias, move |into| {
         let gradient = values(&gradient)?;
@@ -220,12 +220,12 @@ pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Te
     })
 }
 
-/// Returns the name of the layer with the variables of `vb`; `None` at the root.
+/// Returns the path prefix of `vb` as the layer's name; `None` at the root.
 pub(super) fn name_of(vb: &VarBuilder) -> Option<String> {
     Some(vb.prefix()).filter(|name| !name.is_empty())
 }
 
-/// Puts `layer <name>:` in front of an error.
+/// Adds the context `layer <name>:` to an error.
 pub(super) fn in_layer<T>(name: Option<&str>, result: Result<T>) -> Result<T> {
     match name {
         Some(name) if result.is_err() => {

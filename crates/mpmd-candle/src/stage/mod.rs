@@ -32,24 +32,24 @@ use crate::shortage::with_shortage;
 use crate::tensors::Tensors;
 use probe::Probed;
 
-/// A candle model as a stage of a pipeline. Made by [`stage`].
+/// A candle model as a stage of a pipeline. Created by [`stage`].
 ///
-/// Its parameters are arrays by path: [`init`](CandleStage::init) makes them. The shapes of its
-/// outputs are found by [`Pipeline::probe`](mpmd_core::pipeline::Pipeline::probe).
+/// [`init`](CandleStage::init) creates the parameters: arrays by path.
+/// [`Pipeline::probe`](mpmd_core::pipeline::Pipeline::probe) determines the shapes of the outputs.
 pub struct CandleStage<M, X: Tensors, Y: Tensors> {
     name: String,
     at: &'static Location<'static>,
     new: Box<NewModel<M>>,
     forward: Box<Forward<M, X, Y>>,
     params: Params,
-    /// The paths of the parameters without gradient. Ties to other stages add to them.
+    /// The paths of the frozen parameters, which have no gradient.
     frozen: Mutex<BTreeSet<String>>,
     passes: Passes,
     on_host: bool,
     specs: [Spec; 2],
     outputs: Option<Box<OutputShapes<X, Y>>>,
     probed: Mutex<Vec<Probed>>,
-    /// The dtype that the model computes in, where parameters and inputs are f32.
+    /// The dtype in which the model computes with f32 parameters and inputs; `None` for f32.
     computes_in: Mutex<Option<DType>>,
 }
 
@@ -60,10 +60,11 @@ type OutputShapes<X, Y> =
 
 /// Creates a stage from a model's constructor and its forward function.
 ///
-/// `new` makes the model from a `VarBuilder`, as candle's layers do. It runs here once on every
-/// process, over zeros without memory, so that all know the parameters' names and shapes. On owners
-/// it runs again after each update, so it may compute from parameters, but must not keep state. If
-/// several stages have equal layers, push the layer's index in the whole model to the path.
+/// `new` creates the model from a `VarBuilder`, as candle's layers do. This function calls it on
+/// every process, over zeros without memory, to learn the parameters' names and shapes. Processes
+/// that own devices of the stage call it again after each update. So `new` may compute values from
+/// parameters, but must not keep state. If several stages have equal layers, add the layer's index
+/// in the whole model to the path.
 ///
 /// `forward` computes the outputs from the inputs: one [`Tensor`](candle_core::Tensor) each, or
 /// other [`Tensors`]. The last stage returns a [`Loss`](mpmd_core::pipeline::Loss). Integers pass
@@ -75,7 +76,7 @@ type OutputShapes<X, Y> =
 ///
 /// # Errors
 ///
-/// If `new` fails, or asks for one parameter with two shapes.
+/// If `new` fails, or requests one parameter with two shapes.
 #[track_caller]
 pub fn stage<M, X, Y, N, F>(new: N, forward: F) -> Result<CandleStage<M, X, Y>>
 where
@@ -151,20 +152,21 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         self
     }
 
-    /// Computes the gradients of the weights apart from those of the inputs, where the schedule has
-    /// them as two actions. Schedules without bubbles need that.
+    /// Computes weight gradients separately from input gradients, if the schedule has separate
+    /// actions for them. Zero-bubble schedules need this.
     ///
     /// Layers that can defer their weight gradients do so: see the table of [`nn`](crate::nn).
-    /// Those of other layers are computed with that of the inputs; the probe logs a warning with
-    /// their names.
+    /// Weight gradients of other layers are computed together with the input gradients. The probe
+    /// then logs a warning with the names of these parameters.
     #[must_use]
     pub fn split_gradients(mut self) -> Self {
         self.passes = Passes::Both;
         self
     }
 
-    /// Computes on the host on CUDA devices too, with copies of all values: for a model that makes
-    /// its own tensors there. Without the feature `cuda` all stages do.
+    /// Computes in host memory even if the stage's devices are CUDA devices: all values are copied
+    /// to the host and back. For a model that creates tensors of its own on the CPU. Without the
+    /// feature `cuda`, all stages compute in host memory.
     #[must_use]
     pub fn on_host(mut self) -> Self {
         self.on_host = true;
@@ -185,8 +187,8 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         self
     }
 
-    /// Declares the outputs' global shapes as a function of the inputs' global shapes. Inputs of
-    /// other shapes than the probed ones then need no probe of their own.
+    /// Declares the outputs' global shapes as a function of the inputs' global shapes. Inputs whose
+    /// shapes differ from the probed ones then need no further probe.
     #[must_use]
     pub fn outputs(
         mut self,
@@ -204,13 +206,13 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             .collect()
     }
 
-    /// Makes the parameters with their initial values, replicated over the mesh. The values depend
-    /// on the seed, the path and the element's index alone. Owners fill their own regions; nothing
-    /// moves.
+    /// Creates the parameters with their initial values, replicated over the mesh. The values
+    /// depend only on the seed, the path and the element's index. Each owner fills its own regions,
+    /// without communication.
     ///
     /// # Errors
     ///
-    /// As for [`Program::array_from_fn`].
+    /// Returns the errors of [`Program::array_from_fn`].
     #[track_caller]
     pub fn init(
         &self,
@@ -222,12 +224,12 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         self.init_as(p, seed, |_, _| sharding.clone())
     }
 
-    /// Makes the parameters as [`CandleStage::init`] does, in the shardings that `sharding` returns
-    /// for each path and shape.
+    /// Creates the parameters as [`CandleStage::init`] does, in the shardings that `sharding`
+    /// returns for each path and shape.
     ///
     /// # Errors
     ///
-    /// As for [`Program::array_from_fn`].
+    /// Returns the errors of [`Program::array_from_fn`].
     #[track_caller]
     pub fn init_as(
         &self,
@@ -249,7 +251,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(arrays)
     }
 
-    /// Returns the dtype in which the model gets values of this one.
+    /// Returns the dtype in which the model gets values that are stored in dtype `stored`.
     fn working(&self, stored: DType) -> DType {
         let computes_in = *self.computes_in.lock();
         computes_in
@@ -257,12 +259,12 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             .unwrap_or(stored)
     }
 
-    /// Returns the shape and the dtype in which the model gets such values.
+    /// Returns the shape of `stored` with the dtype in which the model gets its values.
     fn working_form(&self, stored: &ShapedArray) -> ShapedArray {
         ShapedArray::new(stored.shape(), self.working(stored.dtype()))
     }
 
-    /// Returns an error of the model, with the line of the stage.
+    /// Creates an error of the model that names the line where the stage was made.
     fn failed(&self, why: impl std::fmt::Display) -> Error {
         // candle puts each part of a message on a line of its own.
         let why = with_shortage(why.to_string().replace(":\n", ": "));
@@ -273,7 +275,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     }
 }
 
-/// Names the side inputs of a stage: `microbatch.side(1, named([("labels", labels)]))`.
+/// Returns the side inputs of a stage by name: `microbatch.side(1, named([("labels", labels)]))`.
 pub fn named<const N: usize>(arrays: [(&str, MpmdArray); N]) -> BTreeMap<String, MpmdArray> {
     arrays.map(|(name, array)| (name.to_owned(), array)).into()
 }
@@ -369,8 +371,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         self.run_prepare(cx, &params, prepared)
     }
 
-    /// The model gets parameters and inputs that are f32 in this dtype; side inputs stay as they
-    /// are. Losses of [`nn`](crate::nn) are f32 all the same.
+    /// Sets the dtype in which the model gets f32 parameters and inputs. Side inputs keep their
+    /// dtype. Losses of [`nn`](crate::nn) are always f32.
     fn compute_in(&self, dtype: DType) -> Result<()> {
         if !matches!(dtype, DType::F32 | DType::Bf16 | DType::F16) {
             return Err(Error::kernel(format!(
@@ -406,7 +408,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         self.probed.lock().iter().any(Probed::draws)
     }
 
-    /// Named arrays.
+    /// Declares the side inputs as arrays by name.
     fn side(&self) -> SideInput {
         SideInput::of::<BTreeMap<String, MpmdArray>>()
     }
@@ -423,7 +425,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         &self.name
     }
 
-    /// Returns words of the stage's line, and of the paths and shapes of its parameters.
+    /// Returns numbers that identify the stage: its line, the paths and shapes of its parameters,
+    /// and its compute dtype.
     fn statics(&self) -> Vec<u64> {
         let text = |text: &str| params::key_of(0, text).0;
         let place = [

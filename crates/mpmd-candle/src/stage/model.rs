@@ -18,18 +18,18 @@ use crate::pass::Gradient;
 use crate::tensors::Tensors;
 use crate::threads;
 
-/// The working form of a stage's parameters on one device.
+/// The models that are prepared from a stage's parameters on one device.
 pub(super) struct PreparedStage<M> {
-    /// Taken out while a pass runs.
+    /// The models; `None` while a pass uses them.
     models: Option<Models<M>>,
 }
 
 /// The models over one device's parameters.
 pub(super) struct Models<M> {
     pub(super) weights: Arc<StageWeights>,
-    /// The model over variables, which records graphs.
+    /// The model over variables, which records autograd graphs.
     trained: M,
-    /// The model over the same memory without variables; made when it is first used.
+    /// The model over the same memory without variables, created at its first use.
     plain: Option<M>,
 }
 
@@ -38,11 +38,12 @@ pub(super) struct StageWeights {
     device: Device,
     tensors: BTreeMap<String, Tensor>,
     places: HashMap<TensorId, usize>,
-    /// For each parameter, true if it has an f32 gradient, to which layers can add.
+    /// For each parameter, true if it is trainable and stored in f32. Layers add to its gradient
+    /// directly.
     singles: Vec<bool>,
 }
 
-/// A parameter as a tensor.
+/// A parameter's tensor, and the dtype of its array.
 pub(super) struct ParamTensor {
     /// The dtype of the array.
     pub(super) stored: DType,
@@ -72,7 +73,7 @@ impl StageWeights {
         }
     }
 
-    /// Returns the parameters with f32 gradients.
+    /// Returns the trainable parameters that are stored in f32.
     pub(super) fn singles(&self) -> impl Iterator<Item = &Tensor> {
         let tensors = self.tensors.values().zip(&self.singles);
         tensors.filter_map(|(tensor, single)| single.then_some(tensor))
@@ -83,12 +84,12 @@ impl StageWeights {
         self.tensors.iter()
     }
 
-    /// Returns the place of the parameter with this id.
+    /// Returns the index, in the order of paths, of the parameter with this id.
     pub(super) fn place(&self, id: TensorId) -> Option<usize> {
         self.places.get(&id).copied()
     }
 
-    /// Returns the gradients that layers add to, by the id of the parameter.
+    /// Returns the gradients to which layers add directly, by the id of the parameter.
     ///
     /// # Errors
     ///
@@ -107,7 +108,7 @@ impl StageWeights {
         Ok(gradients)
     }
 
-    /// Returns the same parameters without variables, in the same memory.
+    /// Returns the parameters as tensors without gradients that share the variables' memory.
     fn detached(&self) -> BTreeMap<String, Tensor> {
         self.tensors
             .iter()
@@ -116,7 +117,7 @@ impl StageWeights {
     }
 }
 
-/// Returns an output of f32 as the gradient of a parameter.
+/// Returns the f32 output `view` as the gradient of a parameter.
 pub(super) fn gradient<'v>(view: &'v mut ViewMut<'_>, place: Place<'v>) -> Result<Gradient<'v>> {
     Ok(match place {
         Some(on) => Gradient::Cuda(on.gradient(view)),
@@ -132,7 +133,7 @@ impl<M> Models<M> {
 }
 
 impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
-    /// Makes the variables of a device and the model over them, or updates them in place.
+    /// Creates a device's variables, or updates them in place, and creates the model over them.
     pub(super) fn run_prepare(
         &self,
         cx: &Context<'_>,

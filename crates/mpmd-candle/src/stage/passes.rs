@@ -24,17 +24,17 @@ use crate::threads;
 
 /// The autograd graph of a microbatch, from the forward to the backward pass.
 pub(super) struct MicrobatchGraph {
-    /// The inputs. Those with a gradient are variables.
+    /// The inputs. An input with a gradient is a variable.
     pub(super) x: Vec<Tensor>,
     pub(super) y: Vec<Tensor>,
     pub(super) weights: Arc<StageWeights>,
 }
 
-/// The weight gradients of a microbatch that are computed later.
+/// The weight gradients of a microbatch that are deferred to the weight pass.
 struct Postponed {
     weights: Arc<StageWeights>,
     work: Vec<Deferred>,
-    /// Gradients of layers that cannot defer.
+    /// Gradients that are computed already, since their layers cannot defer.
     computed: Vec<ComputedGradient>,
 }
 
@@ -45,7 +45,7 @@ struct ComputedGradient {
 }
 
 impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
-    /// Runs the model on one microbatch. Keeps the graph if there will be a backward pass.
+    /// Runs the model on one microbatch. Saves the graph if there will be a backward pass.
     pub(super) fn run_forward(
         &self,
         cx: &mut StageContext<'_, '_>,
@@ -113,7 +113,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(())
     }
 
-    /// Calls the forward function. With `records`, over the model that records a graph.
+    /// Calls the forward function. If `records` is true, uses the model that records a graph.
     pub(super) fn call(
         &self,
         models: &mut Models<M>,
@@ -149,7 +149,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(Tree::from_leaves(&leaves, wide)?)
     }
 
-    /// Computes all gradients of a microbatch, and adds those of the parameters to `gradient`.
+    /// Computes all gradients of a microbatch. Adds the parameters' gradients to `gradient`.
     pub(super) fn run_backward(
         &self,
         cx: &mut StageContext<'_, '_>,
@@ -182,8 +182,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         write_dx(cx, &graph, &store, dx, place)
     }
 
-    /// Computes the gradient of the inputs, and keeps the work for those of the parameters. Keeps
-    /// the gradients themselves of layers that cannot defer.
+    /// Computes the gradients of the inputs. Saves the deferred work for weight gradients, and the
+    /// weight gradients of layers that cannot defer.
     pub(super) fn run_backward_input(
         &self,
         cx: &mut StageContext<'_, '_>,
@@ -226,7 +226,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         write_dx(cx, &graph, &store, dx, place)
     }
 
-    /// Adds the gradients of the parameters of a microbatch to `gradient`.
+    /// Adds the weight gradients of a microbatch to `gradients`.
     pub(super) fn run_backward_weight(
         &self,
         cx: &mut StageContext<'_, '_>,
@@ -262,7 +262,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(())
     }
 
-    /// Returns an input as a tensor, or as a variable if it is to have a gradient and can.
+    /// Returns an input as a tensor. It is a variable if `with_gradient` is true and its dtype is a
+    /// float type.
     fn input(&self, view: &View<'_>, with_gradient: bool, place: Place<'_>) -> Result<Tensor> {
         let dtype = self.working(view.global().dtype());
         let float = dtypes::candle_type(dtype)?.is_float();
@@ -287,8 +288,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         self.backpropagate_from(&graph.y, seeds, pass)
     }
 
-    /// Runs candle's backward pass from these gradients of the outputs; `None` for an output
-    /// without gradient. Returns `None` if no output has one.
+    /// Runs candle's backward pass from the gradients `seeds` of the outputs `y`. A seed is `None`
+    /// for an output without gradient. Returns `None` if no output has one.
     pub(super) fn backpropagate_from(
         &self,
         y: &[Tensor],
@@ -313,7 +314,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     }
 }
 
-/// Enters the CUDA device of a pass, if it runs on one. The passes of a training are repeated.
+/// Enters the CUDA device of a pass, if it runs on one. In training, lets candle cache its uploads.
 fn enter<'c>(cx: &Context<'c>, is_training: bool) -> Result<Option<OnCuda<'c>>> {
     let mut on = OnCuda::enter(cx)?;
     if let Some(on) = on.as_mut().filter(|_| is_training) {
@@ -322,7 +323,7 @@ fn enter<'c>(cx: &Context<'c>, is_training: bool) -> Result<Option<OnCuda<'c>>> 
     Ok(on)
 }
 
-/// Returns a pass that postpones the gradients of all trainable f32 parameters.
+/// Returns the state of a pass that defers the gradients of all trainable f32 parameters.
 pub(super) fn deferring(weights: &StageWeights) -> PassState<'static> {
     let gradients: HashMap<_, Gradient<'static>> = weights
         .singles()
@@ -335,7 +336,7 @@ pub(super) fn deferring(weights: &StageWeights) -> PassState<'static> {
     }
 }
 
-/// Builds the tree of tensors of this structure.
+/// Builds a tree of tensors with this structure.
 pub(super) fn values<T: Tensors>(
     structure: &mpmd_layout::tree::Structure,
     tensors: &[Tensor],
@@ -346,7 +347,7 @@ pub(super) fn values<T: Tensors>(
     )?)
 }
 
-/// Writes the gradients of the inputs; zeros where there are none.
+/// Writes the gradients of the inputs to `dx`, and zeros for inputs without a gradient.
 fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
     cx: &Context<'_>,
     graph: &MicrobatchGraph,
@@ -364,7 +365,7 @@ fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
     Ok(())
 }
 
-/// Describes an error of the backward pass, with a replacement for an operation that has none.
+/// Describes an error of the backward pass. For an operation without gradient, names a replacement.
 fn replacement(why: &candle_core::Error) -> String {
     let candle_core::Error::BackwardNotSupported { op } = why else {
         return why.to_string();
@@ -380,7 +381,7 @@ fn replacement(why: &candle_core::Error) -> String {
     format!("candle's operation {op:?} has no backward pass: use {instead}")
 }
 
-/// A custom operation at the start of a backward pass. Its gradient is the given tensor.
+/// A custom operation that starts a backward pass. Its gradient is the given tensor.
 struct Seed(Tensor);
 
 impl CustomOp1 for Seed {
@@ -402,5 +403,5 @@ impl CustomOp1 for Seed {
     }
 }
 
-/// The shapes of named side inputs.
+/// Values by the name of a side input or the path of a parameter.
 pub(super) type Named<T> = BTreeMap<String, T>;

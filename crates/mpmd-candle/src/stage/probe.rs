@@ -28,7 +28,7 @@ use crate::tensors::Tensors;
 use crate::threads;
 use crate::tree_form::TreeForm;
 
-/// The result of a probe, for inputs of these global shapes.
+/// The result of a probe for inputs of shapes `x` and side inputs of shapes `side`.
 pub(super) struct Probed {
     x: Vec<ShapedArray>,
     side: Named<ShapedArray>,
@@ -40,22 +40,22 @@ pub(super) struct Probed {
 pub(super) struct ProbeFacts {
     /// The outputs' global shapes.
     out: TreeForm,
-    /// The bytes of a microbatch's graph on a device.
+    /// The bytes of a microbatch's autograd graph on a device.
     pub(super) graph_bytes: u64,
-    /// The parameters of layers that cannot defer. Their gradients are computed with those of the
-    /// inputs although the stage splits its backward pass.
+    /// Parameters of layers that cannot defer. Their gradients are computed together with the input
+    /// gradients, although the stage splits its backward pass.
     at_once: Vec<String>,
-    /// The bytes of these gradients on a device.
+    /// The bytes of the `at_once` gradients on a device.
     pub(super) at_once_bytes: u64,
     pub(super) forward: Vec<collectives::FoundCollective>,
     pub(super) backward: Vec<collectives::FoundCollective>,
     draws: bool,
     needs_dx: bool,
-    /// The lengths of the vectors of attentions.
+    /// The head dimensions of the model's attentions.
     heads: BTreeSet<usize>,
 }
 
-/// The gradient of a parameter on a device that is computed with that of the inputs.
+/// A weight gradient on a device that is computed together with the input gradients.
 struct AtOnceGradient {
     path: String,
     bytes: u64,
@@ -67,7 +67,7 @@ impl Probed {
         self.found.draws
     }
 
-    /// Returns the lengths of the vectors of attentions.
+    /// Returns the head dimensions of the model's attentions.
     pub(super) fn heads(&self) -> &BTreeSet<usize> {
         &self.found.heads
     }
@@ -79,17 +79,19 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         self.probed.lock().iter().any(Probed::draws)
     }
 
-    /// Returns true if earlier stages need the gradient of the inputs. True before any probe.
+    /// Returns true if earlier stages need the gradient of the inputs, or if nothing was probed
+    /// yet.
     pub(super) fn needs_dx(&self) -> bool {
         let probed = self.probed.lock();
         probed.is_empty() || probed.iter().any(|probed| probed.found.needs_dx)
     }
 
-    /// Returns the outputs' shapes for inputs of these shapes, and the other facts.
+    /// Returns the outputs' shapes and the other probed facts for inputs of shapes `x`.
     ///
     /// # Errors
     ///
-    /// If these inputs were not probed, and the outputs are not declared.
+    /// If no inputs of these shapes were probed. With declared outputs, a probe of other shapes is
+    /// enough.
     pub(super) fn found(
         &self,
         x: &Shapes<X::Arrays>,
@@ -139,7 +141,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         ))
     }
 
-    /// Probes the stage for inputs of these shapes, unless that was done before.
+    /// Probes the stage for the inputs of `at`, unless that was done before.
     pub(super) fn run_probe(&self, program: &mut Program, at: &StageProbe<'_, Self>) -> Result<()> {
         threads::share_cores(program);
         let side: Named<ShapedArray> = at.side.tree()?;
@@ -193,8 +195,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(())
     }
 
-    /// Returns an error if a gradient is declared whole of which each device has only the sum over
-    /// its own part of the batch.
+    /// Returns an error if a gradient is declared to be complete, although each device sums it over
+    /// its own part of the batch only.
     fn check_gradients(&self, at: &StageProbe<'_, Self>, found: &ProbeFacts) -> Result<()> {
         for axis in self.specs[0].entries().iter().flat_map(SpecEntry::axes) {
             // After a gather, all devices may compute the same.
@@ -225,7 +227,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(())
     }
 
-    /// Runs the forward and the backward pass of the model on zeros, as on `device`.
+    /// Runs the model's forward and backward pass on zeros, in the shapes of `device`'s regions.
     fn try_out(
         &self,
         at: &StageProbe<'_, Self>,
@@ -285,7 +287,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         })
     }
 
-    /// Returns the parameters of a device, as zeros.
+    /// Returns zeros in the shapes of the device's regions of the parameters.
     fn zero_params(
         &self,
         at: &StageProbe<'_, Self>,
@@ -304,7 +306,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(params)
     }
 
-    /// Returns the inputs of a device, as zeros.
+    /// Returns zeros in the shapes of the device's regions of the inputs.
     fn zero_inputs(
         &self,
         at: &StageProbe<'_, Self>,
@@ -320,8 +322,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(x)
     }
 
-    /// Runs the backward pass on zeros. Returns the gradients that are computed at once although
-    /// the stage splits them.
+    /// Runs the backward pass on zeros. If the stage splits its backward pass, returns the weight
+    /// gradients that are not deferred.
     fn try_out_backward(
         &self,
         graph: &MicrobatchGraph,
@@ -385,13 +387,13 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     }
 }
 
-/// The help for a gradient that is lost on its way.
+/// Advice for errors about missing gradients: it names operations without gradient.
 const WITHOUT_GRADIENT: &str = "An operation after it may have none: `detach`, or `layer_norm`, \
                                 `rms_norm`, `softmax_last_dim`, `rope` and `sdpa` of candle_nn. \
                                 Take these from `mpmd::candle::nn`.";
 
-/// Returns the shapes of a device's side inputs. As in the estimate of memory, they are divided
-/// like the inputs, where that fits.
+/// Returns the shapes of a device's side inputs. As in the estimate of memory, a side input is
+/// divided like the inputs if its shape allows that.
 fn side_parts(
     side: &Named<ShapedArray>,
     sharding: &Sharding,
@@ -405,7 +407,7 @@ fn side_parts(
     parts
 }
 
-/// Returns the shape of a device's region.
+/// Returns the shape of the device's region of an array.
 fn part_of(aval: &ShapedArray, sharding: &Sharding, device: DeviceId) -> Result<ShapedArray> {
     let layout = sharding.layout(aval.shape())?;
     let region = layout.region_of(device);
@@ -413,7 +415,7 @@ fn part_of(aval: &ShapedArray, sharding: &Sharding, device: DeviceId) -> Result<
     Ok(ShapedArray::try_new(&region.shape(), aval.dtype())?)
 }
 
-/// Returns the shape of an array with these parts on the devices of a mesh.
+/// Returns the global shape of an array with a part of shape `part` on each device of a mesh.
 fn whole_of(part: &ShapedArray, spec: &Spec, mesh: &Mesh) -> Result<ShapedArray> {
     let mut dims = part.shape().to_vec();
     for (dim, entry) in dims.iter_mut().zip(spec.entries()) {

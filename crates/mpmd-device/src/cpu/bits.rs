@@ -1,6 +1,6 @@
 //! Rounding, hashing and comparing the bits of arrays, at about the speed of memory.
 
-/// Number of keys of the hash that are in a table.
+/// Number of the hash's keys in the precomputed table.
 const KEYS: usize = 4096;
 static TABLE: [u32; KEYS] = table();
 
@@ -14,7 +14,8 @@ const fn table() -> [u32; KEYS] {
     table
 }
 
-/// Returns a word whose bits all depend on those of `x` (the finaliser of splitmix64).
+/// Mixes the bits of `x`, so that each bit of the result depends on all of them (splitmix64's
+/// finaliser).
 const fn mixed(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -22,7 +23,7 @@ const fn mixed(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Calls a function in a form with the vector registers of this processor.
+/// Defines a variant of a function that uses AVX2 vector registers.
 macro_rules! widest {
     ($wide:ident = $function:ident($($argument:ident: $of:ty),*) $(-> $result:ty)?) => {
         #[cfg(target_arch = "x86_64")]
@@ -33,11 +34,11 @@ macro_rules! widest {
     };
 }
 
-/// Rounds little-endian `f32` to bfloat16, to the nearest, to the even one of two. A NaN stays one.
+/// Rounds little-endian `f32` values to the nearest bfloat16, and ties to even. A NaN stays a NaN.
 ///
 /// # Panics
 ///
-/// If `out` has not half as many bytes as `values`.
+/// If `out` does not have half as many bytes as `values`.
 pub fn round_to_bf16(values: &[u8], out: &mut [u8]) {
     assert_eq!(values.len(), 2 * out.len(), "bytes");
 
@@ -71,14 +72,14 @@ fn round(values: &[u8], out: &mut [u8]) {
     }
 }
 
-/// Returns the sum of word times key, modulo 2^64, of little-endian words of 1, 2 or 4 bytes. The
-/// keys are odd numbers of 32 bits, which depend on the word's place. That of the first word is
-/// `first`. A change of one word always changes the sum. It guards against mistakes, not against
-/// malice.
+/// Returns a checksum of little-endian words of `word` bytes (1, 2 or 4): the sum of word times
+/// key, modulo 2^64. The keys are odd 32-bit numbers that depend on the word's index; `first` is
+/// the index of the first word. A change of one word always changes the checksum. It detects
+/// errors, not malicious changes.
 ///
 /// # Panics
 ///
-/// If the words have another number of bytes.
+/// If `word` is not 1, 2 or 4.
 pub fn sum_of_words(bytes: &[u8], word: usize, first: usize) -> u64 {
     assert!([1, 2, 4].contains(&word), "words of {word} bytes");
     #[cfg(target_arch = "x86_64")]
@@ -124,14 +125,14 @@ fn sum_of<const N: usize>(words: &[[u8; N]], first: usize, value: impl Fn(&[u8; 
     sum
 }
 
-/// Calls `changed` with the index of each element of `item` bytes in which two buffers differ, in
-/// ascending order.
+/// Calls `changed` with the index of each element that differs between two buffers, in ascending
+/// order. An element has `item` bytes.
 ///
 /// # Panics
 ///
-/// If their lengths differ, or `item` is not 1, 2, 4, 8 or 16.
+/// If the buffers' lengths differ, or `item` is not 1, 2, 4, 8 or 16.
 pub fn each_changed(old: &[u8], new: &[u8], item: usize, mut changed: impl FnMut(usize)) {
-    /// Bytes that are compared at once: they rarely differ, or in a few elements.
+    /// Number of bytes that are compared at once. Most blocks have no difference.
     const BLOCK: usize = 64;
     assert_eq!(old.len(), new.len(), "bytes");
     assert!(

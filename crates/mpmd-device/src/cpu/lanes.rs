@@ -12,7 +12,7 @@ pub fn sum(x: &[f32]) -> f32 {
     sum_of(x, |x| x)
 }
 
-/// Returns the sum of `f` of each element.
+/// Returns the sum of `f(x)` over all elements.
 #[inline(always)]
 pub fn sum_of(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -30,12 +30,12 @@ pub fn sum_of(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     combine(lanes, |a, b| a + b)
 }
 
-/// Returns the sum of the products of corresponding elements of two slices of one length.
+/// Returns the dot product of two slices of the same length.
 pub fn dot(x: &[f32], y: &[f32]) -> f32 {
     sum_of_both(x, y, |x, y| x * y)
 }
 
-/// Returns the sum of `f` of corresponding elements of two slices of one length.
+/// Returns the sum of `f(x, y)` over pairs of elements of two slices of the same length.
 #[inline(always)]
 pub fn sum_of_both(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     debug_assert_eq!(x.len(), y.len(), "elements of a sum");
@@ -55,8 +55,7 @@ pub fn sum_of_both(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     combine(lanes, |a, b| a + b)
 }
 
-/// Returns the largest element, or minus infinity if there is none. It may ignore a NaN, which
-/// later shows in the exponentials.
+/// Returns the largest element, or minus infinity if there is none. It may ignore a NaN.
 pub fn max(x: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -75,12 +74,13 @@ pub fn max(x: &[f32]) -> f32 {
     combine(lanes, larger)
 }
 
-/// Returns e to the power `x`, with a relative error below 3e-7. Below -80 the result is zero, so
-/// that products with it do not become subnormal, which is slow. Above 80 the result is that of 80.
-/// A NaN stays a NaN.
+/// Returns e to the power `x`, with a relative error below 3e-7. A NaN stays a NaN.
 ///
-/// The code has no branches or calls. `e^x = 2^n e^r` with an integer `n` and `|r|` at most half of
-/// ln 2. There seven terms of the series are exact to the last bit or two.
+/// Below -80 the result is zero, since slow subnormal numbers could follow from smaller results.
+/// Above 80 the result is e to the power 80.
+///
+/// The code has no branches or calls. It computes `e^x = 2^n e^r` with an integer `n` and `|r|` of
+/// at most half of ln 2. For such `r`, seven terms of the series are exact to the last bit or two.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LIMIT: f32 = 80.0;

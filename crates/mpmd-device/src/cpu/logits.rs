@@ -3,17 +3,17 @@
 
 use super::lanes;
 
-/// Number of partial results.
+/// Number of partial results that are computed in parallel.
 const LANES: usize = 16;
-/// Number of weights that are computed before they are added.
+/// Number of weights that are computed before they are summed.
 const TOGETHER: usize = 256;
-/// Bits of a distance between logits that do not count for its bin.
+/// Number of low bits of a distance's `f32` form that its bin ignores.
 const SHIFT: u32 = 17;
-/// Number of bins that [`TokenWeights::add_to_bins`] needs.
+/// Number of bins of [`TokenWeights::bin`].
 pub const BINS: usize = 1 << (31 - SHIFT);
 
-/// Defines a function that calls another one, in a form with wider vector registers if the
-/// processor has them. No form joins a product and a sum, so both give the same bits.
+/// Defines a function that calls another function, in an AVX2 variant if the processor has AVX2.
+/// Neither variant fuses products and sums, so both give the same bits.
 macro_rules! widest {
     ($name:ident = $function:ident($($argument:ident: $of:ty),*) $(-> $result:ty)?) => {
         fn $name($($argument: $of),*) $(-> $result)? {
@@ -34,26 +34,25 @@ macro_rules! widest {
     };
 }
 
-/// Returns an integer for a logit. The integers are ordered as [`f32::total_cmp`] orders the
-/// logits.
+/// Returns an integer for a logit. Keys are ordered as [`f32::total_cmp`] orders their logits.
 #[inline(always)]
 pub fn key(logit: f32) -> i32 {
     flipped(logit.to_bits().cast_signed())
 }
 
-/// Returns the logit of a [`key`].
+/// Returns the logit that has the [`key`] `key`.
 #[inline(always)]
 pub fn logit(key: i32) -> f32 {
     f32::from_bits(flipped(key).cast_unsigned())
 }
 
-/// Flips all bits but the sign of a negative number. Flipping twice gives the number back.
+/// Flips all bits but the sign if the number is negative. A second flip restores the number.
 #[inline(always)]
 fn flipped(bits: i32) -> i32 {
     bits ^ ((bits >> 31).cast_unsigned() >> 1).cast_signed()
 }
 
-/// Returns the largest key of some logits, or the least one if there are none.
+/// Returns the largest [`key`] of the logits, or `i32::MIN` if there are none.
 pub fn largest_key(logits: &[f32]) -> i32 {
     largest_wide(logits)
 }
@@ -77,8 +76,8 @@ fn largest(logits: &[f32]) -> i32 {
     lanes.into_iter().fold(i32::MIN, i32::max)
 }
 
-/// The weights by which tokens are drawn: `e^((x - largest) / temperature)` of a logit `x`. They
-/// are accurate to 3e-7 near the largest, and zero below 1e-34.
+/// Weights for sampling tokens: `e^((x - largest) / temperature)` for a logit `x`. They are
+/// accurate to 3e-7 near the largest logit, and zero below 1e-34.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenWeights {
     largest: f32,
@@ -86,7 +85,7 @@ pub struct TokenWeights {
 }
 
 impl TokenWeights {
-    /// Creates the weights of logits up to `largest`, a finite number.
+    /// Creates the weights for logits up to `largest`, which must be finite.
     pub fn new(largest: f32, temperature: f64) -> Self {
         // Within these limits the rate is a finite number, and products with it are not NaN.
         Self {
@@ -101,31 +100,31 @@ impl TokenWeights {
         lanes::exp((logit - self.largest) * self.rate)
     }
 
-    /// Returns the weight of a logit if its [`key`] is at least this one, else zero.
+    /// Returns the weight of a logit if its [`key`] is at least `least`, else zero.
     #[inline(always)]
     pub fn from_key(self, logit: f32, least: i32) -> f32 {
         let weight = self.of(logit);
         if key(logit) >= least { weight } else { 0.0 }
     }
 
-    /// Returns the bin of a logit: smaller logits have the same bin or later ones. There are 64 for
-    /// each power of two of the distance from the largest logit.
+    /// Returns the bin of a logit by its distance from the largest logit. Smaller logits have the
+    /// same bin or a later one. Each power of two of the distance has 64 bins.
     #[inline(always)]
     pub fn bin(self, logit: f32) -> usize {
         // No distance is negative, but that of a NaN may seem so.
         ((self.largest - logit).to_bits() >> SHIFT) as usize % BINS
     }
 
-    /// Returns the sum of the weights of the logits with at least this [`key`].
+    /// Returns the sum of the weights of all logits whose [`key`] is at least `least`.
     pub fn sum(self, logits: &[f32], least: i32) -> f32 {
         sum_wide(self, logits, least)
     }
 
-    /// Adds the weights of the logits with at least this [`key`] to the sums of their bins.
+    /// Adds the weights of all logits whose [`key`] is at least `least` to their bins in `sums`.
     ///
     /// # Panics
     ///
-    /// If there are fewer sums than [`BINS`].
+    /// If `sums` has fewer than [`BINS`] elements.
     pub fn add_to_bins(self, logits: &[f32], least: i32, sums: &mut [f64]) {
         let Some(sums) = sums.first_chunk_mut() else {
             panic!("a sum for each bin")
@@ -133,7 +132,7 @@ impl TokenWeights {
         add_wide(self, logits, least, sums);
     }
 
-    /// Calls `found` with the index of each logit of a bin, in ascending order.
+    /// Calls `found` with the index of each logit in bin `bin`, in ascending order.
     pub fn find_in_bin(self, logits: &[f32], bin: usize, found: &mut dyn FnMut(usize)) {
         find_wide(self, logits, bin, found);
     }

@@ -8,7 +8,7 @@ use std::any::type_name;
 
 use gemm::Parallelism;
 
-/// An element that matrices can be multiplied over: `f32` or `f64`.
+/// An element type of matrices that can be multiplied: `f32` or `f64`.
 pub trait Scalar: sealed::Sealed + Copy + Send + Sync + 'static {
     /// The neutral element of addition.
     const ZERO: Self;
@@ -26,21 +26,22 @@ impl Scalar for f64 {
     const ONE: Self = 1.0;
 }
 
-/// Keeps others from implementing `Scalar`: `gemm` panics for any other type.
+/// Prevents other implementations of `Scalar`: `gemm` panics for any other type.
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
 }
 
-/// Computes `c = a b`, or `c += a b` if `accumulate` is set. `c` is `[m, n]`, `a` is `[m, k]`, `b`
+/// Computes `c = a b`, or `c += a b` if `accumulate` is true. `c` is `[m, n]`, `a` is `[m, k]`, `b`
 /// is `[k, n]`.
 ///
-/// Without `accumulate` the old content of `c` is not read. With `k == 0` the product is all zeros.
+/// If `accumulate` is false, the old content of `c` is not read. If `k` is 0, the product is all
+/// zeros.
 ///
 /// # Panics
 ///
-/// If a slice is not as long as its shape says.
+/// If the length of a slice differs from its shape.
 pub fn matmul<T: Scalar>(
     c: &mut [T],
     a: &[T],
@@ -58,14 +59,15 @@ pub fn matmul<T: Scalar>(
     );
 }
 
-/// Computes `c = a bᵀ`, or `c += a bᵀ` if `accumulate` is set. `c` is `[m, n]`, `a` is `[m, k]`,
+/// Computes `c = a bᵀ`, or `c += a bᵀ` if `accumulate` is true. `c` is `[m, n]`, `a` is `[m, k]`,
 /// `b` is `[n, k]`.
 ///
-/// Without `accumulate` the old content of `c` is not read. With `k == 0` the product is all zeros.
+/// If `accumulate` is false, the old content of `c` is not read. If `k` is 0, the product is all
+/// zeros.
 ///
 /// # Panics
 ///
-/// If a slice is not as long as its shape says.
+/// If the length of a slice differs from its shape.
 pub fn matmul_nt<T: Scalar>(
     c: &mut [T],
     a: &[T],
@@ -83,14 +85,15 @@ pub fn matmul_nt<T: Scalar>(
     );
 }
 
-/// Computes `c = aᵀ b`, or `c += aᵀ b` if `accumulate` is set. `c` is `[m, n]`, `a` is `[k, m]`,
+/// Computes `c = aᵀ b`, or `c += aᵀ b` if `accumulate` is true. `c` is `[m, n]`, `a` is `[k, m]`,
 /// `b` is `[k, n]`.
 ///
-/// Without `accumulate` the old content of `c` is not read. With `k == 0` the product is all zeros.
+/// If `accumulate` is false, the old content of `c` is not read. If `k` is 0, the product is all
+/// zeros.
 ///
 /// # Panics
 ///
-/// If a slice is not as long as its shape says.
+/// If the length of a slice differs from its shape.
 pub fn matmul_tn<T: Scalar>(
     c: &mut [T],
     a: &[T],
@@ -113,8 +116,7 @@ fn dense<T: Scalar>(c: &mut [T], a: MatrixRef<'_, T>, b: MatrixRef<'_, T>, accum
     multiply(c, b.columns, a, b, accumulate, Parallelism::None);
 }
 
-/// A read-only matrix with dense rows, perhaps transposed. Its strides, in elements, stay within
-/// its slice.
+/// A read-only matrix in a slice, either row-major or transposed.
 #[derive(Clone, Copy)]
 pub struct MatrixRef<'a, T> {
     data: &'a [T],
@@ -192,11 +194,12 @@ fn assert_rows(len: usize, rows: usize, columns: usize, stride: usize) {
     );
 }
 
-/// Computes `c = a b`, or `c += a b` if `accumulate` is set, on these threads. Row `i` of `c`
-/// begins at element `i * stride`. Leaves the elements between the rows.
+/// Computes `c = a b`, or `c += a b` if `accumulate` is true, on the threads of the given
+/// parallelism. Row `i` of `c` begins at element `i * stride`. Elements between the rows do not
+/// change.
 ///
-/// An element of a product is summed by one thread, in an order that depends only on the shapes. So
-/// the result has the same bits with any number of threads.
+/// One thread sums each element of the product, in an order that depends only on the shapes. So the
+/// result has the same bits with any number of threads.
 ///
 /// # Panics
 ///

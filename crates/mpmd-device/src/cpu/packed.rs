@@ -12,20 +12,20 @@ use std::ops::Range;
 
 use half::bf16;
 
-/// Number of rows of a panel.
+/// Number of the weight's rows in a panel.
 pub const PANEL: usize = 32;
-/// Number of columns that are multiplied at once: a panel's part stays in the cache nearest to the
-/// processor.
+/// Number of columns that are multiplied at once, so that a panel's part stays in the first-level
+/// cache.
 const COLUMNS: usize = 256;
-/// Number of rows of the other matrix that are multiplied at once, so that their part stays in the
-/// next cache.
+/// Number of rows of `x` that are multiplied at once, so that their part stays in the second-level
+/// cache.
 const ROWS: usize = 256;
 
-/// Number of rows that stay in the cache as a whole: then a panel is read from its start to its
-/// end.
+/// Largest number of rows of `x` that stay in the cache completely. Then each panel is read from
+/// start to end.
 const FEW_ROWS: usize = 16;
 
-/// A weight `[rows, columns]` of `f32` or `bf16` elements.
+/// A weight `[rows, columns]` of `f32` or `bf16` elements, packed into panels of [`PANEL`] rows.
 #[derive(Clone, Debug)]
 pub struct PackedWeight {
     rows: usize,
@@ -33,7 +33,7 @@ pub struct PackedWeight {
     panels: Panels,
 }
 
-/// The panels `[columns, PANEL]` one after another. Rows beyond the last are zeros.
+/// Panels `[columns, PANEL]`, one after another. The last panel is padded with rows of zeros.
 #[derive(Clone, Debug)]
 enum Panels {
     F32(Vec<f32>),
@@ -41,7 +41,8 @@ enum Panels {
 }
 
 impl PackedWeight {
-    /// Creates a weight of zeros. With `in_half`, its elements are `bf16`; sums are in `f32`.
+    /// Creates a weight of zeros. If `in_half` is true, elements are stored as `bf16`. Sums are in
+    /// `f32`.
     pub fn zeros(rows: usize, columns: usize, in_half: bool) -> Self {
         let elements = rows.next_multiple_of(PANEL) * columns;
         let panels = match in_half {
@@ -55,12 +56,12 @@ impl PackedWeight {
         }
     }
 
-    /// Sets some rows, beginning at row `first`. `values` are row-major. Rounds them to `bf16` if
-    /// the weight has such elements.
+    /// Sets the rows from row `first` on to `values`, which are row-major. Rounds them to `bf16` if
+    /// the weight stores `bf16`.
     ///
     /// # Panics
     ///
-    /// If `values` has no whole rows, or more than there are.
+    /// If `values` is not a whole number of rows, or has rows beyond the last one.
     pub fn set_rows(&mut self, first: usize, values: &[f32]) {
         let Self {
             rows,
@@ -79,11 +80,11 @@ impl PackedWeight {
         }
     }
 
-    /// Copies a row to `out`.
+    /// Copies row `row` to `out`.
     ///
     /// # Panics
     ///
-    /// If there is no such row, or `out` has another length.
+    /// If there is no such row, or the length of `out` is not the number of columns.
     pub fn row(&self, row: usize, out: &mut [f32]) {
         assert!(
             row < self.rows && out.len() == self.columns,
@@ -121,12 +122,12 @@ impl PackedWeight {
         self.rows.div_ceil(PANEL)
     }
 
-    /// Computes `x wᵀ` for some panels of the weight, where `x` is `[m, columns]`, on the calling
-    /// thread. `out` is `[panels, m, PANEL]`.
+    /// Computes `x wᵀ` for the range `panels` of the weight's panels, on the calling thread. `x` is
+    /// `[m, columns]`, and `out` is `[panels, m, PANEL]`.
     ///
     /// # Panics
     ///
-    /// If the shapes do not fit each other, or there are no such panels.
+    /// If the shapes do not fit each other, or a panel does not exist.
     pub fn multiply(&self, x: &[f32], panels: Range<usize>, out: &mut [f32]) {
         let m = x.len().checked_div(self.columns).unwrap_or(0);
         assert!(
@@ -148,7 +149,7 @@ impl PackedWeight {
     }
 }
 
-/// Writes rows, panel by panel, so that the writes follow each other.
+/// Writes rows to the panels, panel by panel, so that writes are sequential.
 fn set<T>(
     panels: &mut [T],
     columns: usize,
@@ -174,7 +175,7 @@ fn set<T>(
     }
 }
 
-/// An element of a weight.
+/// An element type in which a weight is stored.
 trait WeightElement: Copy {
     fn value(self) -> f32;
 }
@@ -193,7 +194,7 @@ impl WeightElement for bf16 {
     }
 }
 
-/// Multiplies with the best instructions that the processor has.
+/// Multiplies with the widest vector instructions that the processor has.
 fn dispatch<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
@@ -226,7 +227,7 @@ fn with_avx2<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mu
     blocks::<T, 3, true>(weight, x, columns, out);
 }
 
-/// Multiplies block by block, `TILE` rows of `x` at a time.
+/// Multiplies in blocks of rows and columns, with `TILE` rows of `x` at a time.
 #[inline(always)]
 fn blocks<T: WeightElement, const TILE: usize, const FUSED: bool>(
     weight: &[T],
@@ -267,8 +268,8 @@ fn blocks<T: WeightElement, const TILE: usize, const FUSED: bool>(
     }
 }
 
-/// Adds the products of `TILE` rows of `x` and the columns of a panel to the rows of `out`. For the
-/// first columns, replaces the old values instead.
+/// Adds the products of `TILE` rows of `x` and a panel's columns to the rows of `out`. If
+/// `is_first` is true, overwrites the rows instead.
 #[inline(always)]
 fn tile<T: WeightElement, const TILE: usize, const FUSED: bool>(
     panel: &[[T; PANEL]],

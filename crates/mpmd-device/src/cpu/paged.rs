@@ -9,42 +9,42 @@ use std::ops::Range;
 
 use super::lanes;
 
-/// Number of tokens of a block.
+/// Number of tokens in a block.
 pub const BLOCK: usize = 16;
-/// Number of queries that read a block together.
+/// Number of queries that are computed together, so that they read each block once.
 const TILE: usize = 4;
 
-/// The keys and values of tokens, in blocks.
+/// The keys and values of tokens, in blocks of [`BLOCK`] tokens.
 #[derive(Clone, Debug)]
 pub struct KeyValueBlocks {
     heads: usize,
     dim: usize,
-    /// `[blocks, heads, dim, BLOCK]`: the keys of a block lie next to each other.
+    /// The keys: `[blocks, heads, dim, BLOCK]`. Tokens of a block are adjacent in memory.
     keys: Vec<f32>,
-    /// `[blocks, heads, BLOCK, dim]`.
+    /// The values: `[blocks, heads, BLOCK, dim]`.
     values: Vec<f32>,
 }
 
-/// A query: a token, and the keys that it sees.
+/// A query of one token, and the keys that it sees.
 #[derive(Clone, Debug)]
 pub struct Query<'a> {
-    /// The elements of the query, of `dim`.
+    /// The `dim` elements of the query.
     pub elements: &'a [f32],
-    /// The positions of the keys that it sees; at least one.
+    /// The positions of the keys that the query sees, at least one.
     pub seen: Range<usize>,
 }
 
-/// The function of scores.
+/// The scale and the cap that turn products of queries and keys into scores.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores {
-    /// Factor of the products.
+    /// Factor that multiplies the products of queries and keys.
     pub scale: f32,
-    /// A score `x` becomes `cap tanh(x / cap)`.
+    /// If set, a score `x` becomes `cap tanh(x / cap)`.
     pub cap: Option<f32>,
 }
 
 impl KeyValueBlocks {
-    /// Creates `blocks` blocks of zeros.
+    /// Creates `blocks` blocks of zeros for `heads` key heads, with `dim` elements per key.
     pub fn zeros(blocks: usize, heads: usize, dim: usize) -> Self {
         let elements = blocks * heads * dim * BLOCK;
         Self {
@@ -63,11 +63,12 @@ impl KeyValueBlocks {
             .unwrap_or(0)
     }
 
-    /// Sets the keys and values of a token, `[heads, dim]` each, at this place of a block.
+    /// Sets the keys and values of one token, `[heads, dim]` each, at index `place` of block
+    /// `block`.
     ///
     /// # Panics
     ///
-    /// If there is no such place, or the lengths do not fit.
+    /// If the block or the index does not exist, or the lengths do not fit.
     pub fn set(&mut self, block: usize, place: usize, keys: &[f32], values: &[f32]) {
         let Self { heads, dim, .. } = *self;
         assert!(place < BLOCK && keys.len() == heads * dim && values.len() == heads * dim);
@@ -88,12 +89,12 @@ impl KeyValueBlocks {
         }
     }
 
-    /// Computes `softmax(scores) v` for queries of one sequence and one head of keys, on the
-    /// calling thread. `table` are the sequence's blocks, in order. `out` is `[queries, dim]`.
+    /// Computes `softmax(scores) v` for queries of one sequence and key head `head`, on the calling
+    /// thread. `table` has the sequence's blocks, in order. `out` is `[queries, dim]`.
     ///
     /// # Panics
     ///
-    /// If there is no such block, or the lengths do not fit.
+    /// If a block does not exist, or the lengths do not fit.
     pub fn attend(
         &self,
         head: usize,
@@ -140,7 +141,7 @@ impl KeyValueBlocks {
     }
 }
 
-/// Up to [`TILE`] queries, and the keys and values that they read together.
+/// Up to [`TILE`] queries that are computed together, with their blocks of keys and values.
 struct QueryTile<'a> {
     paged: &'a KeyValueBlocks,
     head: usize,
@@ -149,7 +150,8 @@ struct QueryTile<'a> {
     scores: Scores,
 }
 
-/// Computes with the best instructions that the processor has. `room` is for scores.
+/// Computes with the widest vector instructions that the processor has. `room` is scratch memory
+/// for scores.
 fn dispatch(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
@@ -182,7 +184,7 @@ fn with_avx2(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     compute::<true>(tile, room, out);
 }
 
-/// Computes the results of the queries: `softmax(scores) v`.
+/// Computes `softmax(scores) v` for the queries of a tile. `room` is scratch memory for scores.
 #[inline(always)]
 fn compute<const FUSED: bool>(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     let &QueryTile {
@@ -243,7 +245,7 @@ fn compute<const FUSED: bool>(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &m
     }
 }
 
-/// Sets `room`, `[TILE, keys]`, to the products of the queries and all keys of `blocks`, also of
+/// Fills `room` `[TILE, keys]` with the products of the queries and all keys of `blocks`, including
 /// keys that a query does not see.
 #[inline(always)]
 fn multiply_keys<const FUSED: bool>(tile: &QueryTile<'_>, blocks: &[u32], room: &mut [f32]) {

@@ -7,21 +7,22 @@
 //! The hardware fetches ahead only within a page of the source, so the beginning of each short run
 //! would be waited for. These copies fetch the bytes ahead themselves.
 
-/// The size in bytes of a destination from which streaming stores are faster. It usually
-/// has siblings that are written at the same time, and does not fit into the caches with them.
+/// Size in bytes of a destination from which on streaming stores are faster. Other destinations are
+/// usually written at the same time, and together they do not fit into the caches.
 pub(crate) const STREAM_BYTES: usize = 8 << 20;
 
-/// The smallest piece in bytes that is worth a fence.
+/// Size in bytes of the smallest piece for which streaming stores repay their fence.
 pub(crate) const SMALLEST_PIECE: usize = 64 << 10;
 
-/// The shortest run in bytes that gains from streaming stores: unaligned ends are copied normally.
+/// Length in bytes of the shortest run that gains from streaming stores. Its unaligned ends are
+/// copied normally.
 pub(crate) const SHORTEST_RUN: usize = 256;
 
-/// The distance in bytes between a load and the line that is fetched meanwhile.
+/// Distance in bytes by which prefetches run ahead of loads.
 pub(crate) const AHEAD: usize = 4 << 10;
 
-/// A series of streaming copies, on a processor that has such stores. Other threads may read the
-/// written data only after this is dropped, which issues the fence.
+/// A series of copies by streaming stores, which bypass the caches. Dropping it issues the fence,
+/// after which other threads may read the written data.
 #[derive(Debug)]
 pub(crate) struct StreamingStores(());
 
@@ -35,8 +36,8 @@ impl StreamingStores {
         has.then(|| Self(()))
     }
 
-    /// Copies `src` to `dst`, with streaming stores except at unaligned ends. Fetches the bytes
-    /// `AHEAD` further on meanwhile; after the last one of `src` those are the first of `next`.
+    /// Copies `src` to `dst` with streaming stores, except at unaligned ends. Prefetches bytes
+    /// `AHEAD` bytes further on, which may be the first bytes of `next`.
     ///
     /// # Panics
     ///
@@ -71,8 +72,7 @@ mod x86 {
 
     use super::AHEAD;
 
-    /// The size in bytes of a cache line: two stores, which follow each other, so that the line is
-    /// written as a whole.
+    /// Size in bytes of a cache line. Two consecutive stores write a whole line.
     const LINE: usize = 2 * size_of::<__m256i>();
 
     #[target_feature(enable = "avx")]

@@ -17,12 +17,12 @@ use super::stream::RawStream;
 use crate::cuda::work::{Math, Types};
 use mpmd_layout::aval::DType;
 
-/// Workspace sizes that cuBLAS's documentation recommends: from compute capability 9.0 on, and for
-/// older devices.
+/// Workspace sizes that cuBLAS's documentation recommends: for compute capability 9.0 and later,
+/// then for older devices.
 const WORKSPACE_BYTES: [usize; 2] = [32 << 20, 4 << 20];
 
-/// cuBLAS on one device: a handle for the compute stream and a workspace, so that calls allocate no
-/// memory.
+/// cuBLAS on one device: a handle for the compute stream, and a workspace, so that calls need not
+/// allocate memory.
 pub(super) struct Blas {
     handle: Mutex<BlasHandle>,
 }
@@ -30,8 +30,8 @@ pub(super) struct Blas {
 struct BlasHandle {
     raw: sys::cublasHandle_t,
     context: Arc<DeviceContext>,
-    /// cuBLAS's scratch memory on the device. Returns to its pool after the handle is destroyed,
-    /// which waits for the device.
+    /// cuBLAS's scratch memory on the device. It returns to its pool after the handle is destroyed.
+    /// Destroying the handle waits for the device.
     #[expect(dead_code, reason = "held for its drop")]
     workspace: OwnedBuffer,
 }
@@ -40,12 +40,12 @@ struct BlasHandle {
 unsafe impl Send for BlasHandle {}
 
 impl Blas {
-    /// Creates the handle and allocates the workspace. May wait for the device, so this belongs
-    /// into a warm-up.
+    /// Creates the handle and allocates the workspace. May wait for the device, so call it during
+    /// warm-up.
     ///
     /// # Errors
     ///
-    /// If cuBLAS is missing or fails, or the pool has no room for the workspace.
+    /// If cuBLAS is missing or fails, or the pool has no memory for the workspace.
     pub(super) fn new(
         context: &Arc<DeviceContext>,
         stream: &RawStream,
@@ -102,7 +102,7 @@ impl Blas {
     }
 
     /// Issues `C = alpha A B + beta C` to the handle's stream, without waiting for its result. `[a,
-    /// b, c]` are the memory of the row-major matrices A, B and C.
+    /// b, c]` is the memory of the row-major matrices A, B and C.
     pub(super) fn product(
         &self,
         product: &CublasProduct,
@@ -216,13 +216,13 @@ impl Drop for BlasHandle {
 }
 
 impl Gpu {
-    /// Issues a matrix product to the device's compute stream, which `stream` must be: cuBLAS's
-    /// handle issues to that one alone. `places` are the memory of the two factors and of the
-    /// result. Creates the handle first if no warm-up has done so.
+    /// Issues a matrix product to the device's compute stream. `stream` must be this stream, since
+    /// cuBLAS's handle issues to no other. `places` has the memory of both factors and of the
+    /// result. Creates the handle if no warm-up has created it.
     ///
     /// # Errors
     ///
-    /// If `stream` is another one, or cuBLAS is missing or fails.
+    /// If `stream` is another stream, or cuBLAS is missing or fails.
     pub fn gemm(
         &self,
         stream: &RawStream,
@@ -258,8 +258,8 @@ fn operation(operand: Operand) -> sys::cublasOperation_t {
     }
 }
 
-/// Returns cuBLAS's number for a dtype: that of f32 for all but f64, f16 and bf16. `Gemm::product`
-/// has already refused other dtypes.
+/// Returns cuBLAS's number for f64, f16 or bf16, and else its number for f32. `Gemm::product`
+/// refuses other dtypes.
 fn data_type(dtype: DType) -> sys::cudaDataType_t {
     match dtype {
         DType::F64 => sys::cudaDataType_t::CUDA_R_64F,
@@ -269,8 +269,7 @@ fn data_type(dtype: DType) -> sys::cudaDataType_t {
     }
 }
 
-/// Returns the type in which cuBLAS computes a product. It has the fast types for factors of f32
-/// alone.
+/// Returns the type in which cuBLAS computes a product. Only factors of f32 have faster types.
 fn compute_type(types: Types) -> sys::cublasComputeType_t {
     match (types.factors, types.math) {
         (DType::F64, _) => sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,

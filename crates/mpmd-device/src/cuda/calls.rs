@@ -15,7 +15,7 @@ use cudarc::{cublas::sys as cublas, driver::sys as cuda, nvrtc::sys as nvrtc};
 
 use super::library;
 
-/// The status that a function returns. In all these libraries 0 means success.
+/// The status that a function of a CUDA library returns. In all these libraries 0 means success.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[must_use]
 #[repr(transparent)]
@@ -40,7 +40,7 @@ impl CallStatus {
         }
     }
 
-    /// Returns true if this is the driver status `known`.
+    /// Returns true if this status is `known`.
     pub(super) fn is(self, known: cuda::CUresult) -> bool {
         self.0 == known as u32
     }

@@ -32,7 +32,7 @@ impl Architecture {
 /// A compiled kernel source that the driver can load.
 #[derive(Clone, Debug)]
 pub(super) struct Image {
-    /// Ends with a zero byte, which the driver requires for text.
+    /// The code. A zero byte ends it, which the driver requires for text.
     bytes: Arc<[u8]>,
     binary: bool,
 }
@@ -57,7 +57,7 @@ impl Image {
         &self.bytes
     }
 
-    /// Returns true if this is machine code for one architecture. Else it is PTX.
+    /// Returns true for machine code of one architecture, and false for PTX.
     pub(super) fn is_binary(&self) -> bool {
         self.binary
     }
@@ -68,16 +68,16 @@ impl Image {
 enum ImageForm {
     /// CUBIN: machine code for one architecture.
     Binary,
-    /// PTX: for this architecture and later ones; the driver compiles it.
+    /// PTX, for one architecture and later ones. The driver compiles it to machine code.
     Assembly,
 }
 
-/// Returns the image of a source for an architecture. Compiles it, unless this process has it.
-/// Waits if another thread is compiling it.
+/// Returns the image of a source for an architecture. Compiles the source, unless this process has
+/// compiled it before. Waits if another thread is compiling it.
 ///
 /// # Errors
 ///
-/// If NVRTC is missing, or the source does not compile: with NVRTC's log.
+/// If NVRTC is missing. If the source does not compile; the error has NVRTC's log.
 pub(super) fn image(
     source: &'static Source,
     architecture: Architecture,
@@ -93,8 +93,8 @@ pub(super) fn image(
 }
 
 /// Returns the image of a source as PTX, which the driver compiles further. The PTX is for the
-/// newest architecture known to NVRTC that is not newer than `architecture`. Compiles the source,
-/// unless this process has that PTX.
+/// newest architecture that NVRTC knows and that is not newer than `architecture`. Compiles the
+/// source, unless this process has compiled it before.
 ///
 /// # Errors
 ///
@@ -114,7 +114,7 @@ pub(super) fn assembly(
     )
 }
 
-/// Images of this process, also those still being compiled.
+/// The images of this process, including images that are still being compiled.
 type Images = HashMap<ImageKey, Arc<OnceLock<Result<Image, CudaError>>>>;
 
 #[derive(Eq, Hash, PartialEq)]
@@ -175,8 +175,8 @@ fn options(source: &Source, architecture: Architecture, form: ImageForm) -> Vec<
     options
 }
 
-/// Returns the folder `include` of the CUDA toolkit that `CUDA_HOME` or `CUDA_PATH` names, if it
-/// exists. Sources may include `cuda_fp16.h` and the like from there.
+/// Returns the CUDA toolkit's folder `include`, if `CUDA_HOME` or `CUDA_PATH` names a toolkit that
+/// has it. Sources may include its headers, such as `cuda_fp16.h`.
 fn headers() -> Option<PathBuf> {
     let home = ["CUDA_HOME", "CUDA_PATH"]
         .into_iter()
@@ -185,8 +185,8 @@ fn headers() -> Option<PathBuf> {
     folder.is_dir().then_some(folder)
 }
 
-/// Returns the architectures that NVRTC supports, after a check that its library has the needed
-/// functions. Empty if NVRTC does not report them.
+/// Loads NVRTC, and returns the architectures that it supports. The list is empty if NVRTC does not
+/// report them.
 fn known() -> Result<&'static [Architecture], CudaError> {
     static KNOWN: OnceLock<Result<Vec<Architecture>, CudaError>> = OnceLock::new();
     let known = KNOWN.get_or_init(|| {
@@ -270,7 +270,7 @@ fn compiled(source: &Source, options: &[String]) -> Result<NvrtcProgram, CudaErr
     Ok(program)
 }
 
-/// Returns the code of a compiled program.
+/// Returns the compiled code of a program in the requested form.
 fn code(source: &Source, program: &NvrtcProgram, form: ImageForm) -> Result<Vec<u8>, CudaError> {
     let mut size = 0;
     // SAFETY: the program is alive and compiled; there is room for the number, and for as many
@@ -299,7 +299,8 @@ fn code(source: &Source, program: &NvrtcProgram, form: ImageForm) -> Result<Vec<
     }
 }
 
-/// Returns NVRTC's log of a compilation, successful or not. Empty if NVRTC gives none.
+/// Returns NVRTC's log of a compilation, successful or not. The log is empty if NVRTC provides
+/// none.
 fn log(program: &NvrtcProgram) -> String {
     let mut size = 0;
     // SAFETY: the program is alive; there is room for the number, and for as many bytes as it says.

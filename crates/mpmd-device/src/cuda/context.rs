@@ -12,23 +12,23 @@ use super::ipc_tables::{OpenedBlocks, ShownMemory};
 pub(super) struct DeviceContext {
     raw: sys::CUcontext,
     device: sys::CUdevice,
-    /// The driver's number of the device, which its memory carries. It is the same for every `Gpu`
-    /// of this device.
+    /// The driver's number of the device, which is also in the address of its memory. It is the
+    /// same for every `Gpu` of this device.
     ordinal: u32,
-    /// The device's identity, the same in all processes.
+    /// The UUID of the device, the same in all processes.
     uuid: [u8; 16],
-    /// The first error, after which the device does nothing more.
+    /// The first error of the device. After it, every operation on the device fails.
     broken: OnceLock<CudaError>,
     shown: ShownMemory,
     foreign: OpenedBlocks,
 }
 
-/// The bytes of the driver's own pool of a device.
+/// Figures of the driver's own memory pool of a device.
 #[derive(Clone, Copy, Default)]
 pub(super) struct DriverPool {
     /// Bytes of live allocations.
     pub(super) used: u64,
-    /// Bytes that the pool has from the device.
+    /// Bytes that the pool holds of the device's memory.
     pub(super) reserved: u64,
 }
 
@@ -39,7 +39,7 @@ unsafe impl Send for DeviceContext {}
 unsafe impl Sync for DeviceContext {}
 
 impl DeviceContext {
-    /// Opens the device that the driver numbers `ordinal`.
+    /// Opens the device with driver number `ordinal`.
     pub(super) fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
         let number = i32::try_from(ordinal)
@@ -75,11 +75,11 @@ impl DeviceContext {
         })
     }
 
-    /// Makes this the calling thread's current context.
+    /// Makes this context current on the calling thread.
     ///
     /// # Errors
     ///
-    /// If work on the device has failed: always with that first error.
+    /// If work on the device has failed. The error is always the device's first error.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         if let Some(error) = self.broken.get() {
             return Err(error.clone());
@@ -87,8 +87,8 @@ impl DeviceContext {
         self.bind_failed()
     }
 
-    /// Makes this the calling thread's current context, even if work on the device has failed. For
-    /// the ends of work issued before the failure.
+    /// Makes this context current on the calling thread, even if work on the device has failed.
+    /// Used to finish work that was issued before the failure.
     pub(super) fn bind_failed(&self) -> Result<(), CudaError> {
         // SAFETY: the context was retained and lives as long as this.
         unsafe { calls::cuCtxSetCurrent(self.raw) }
@@ -96,35 +96,35 @@ impl DeviceContext {
             .map_err(|error| cuda("using a CUDA device", error))
     }
 
-    /// Makes this the current context until the returned guard is dropped, which restores the
-    /// previous one.
+    /// Makes this context current until the returned guard is dropped, which restores the previous
+    /// context.
     ///
-    /// For code that may run while this thread issues work to another device, such as allocating
-    /// and freeing memory.
+    /// Used by code that may run while this thread issues work to another device, such as
+    /// allocating and freeing memory.
     ///
     /// # Errors
     ///
-    /// As [`bind`](Self::bind).
+    /// If work on the device has failed.
     pub(super) fn visit(&self) -> Result<ContextGuard, CudaError> {
         let visit = ContextGuard::from_here();
         self.bind()?;
         Ok(visit)
     }
 
-    /// Makes this the current context for cleaning up, even if work on the device has failed.
+    /// Makes this context current for cleaning up, even if work on the device has failed.
     fn last_visit(&self) -> Option<ContextGuard> {
         let visit = ContextGuard::from_here();
         self.bind_failed().is_ok().then_some(visit)
     }
 
-    /// Marks the device as failed and returns its first error. From now on, every operation fails
-    /// with that error.
+    /// Marks the device as failed with `error`, and returns its first error. From now on, every
+    /// operation fails with the first error.
     pub(super) fn fails(&self, error: CudaError) -> CudaError {
         self.broken.get_or_init(|| error).clone()
     }
 
-    /// Enables access from this device to the memory of `other`, which is another device. Fails if
-    /// the machine has no link between the two.
+    /// Enables access from this device to the memory of another device, `other`. Fails if the
+    /// machine has no link between the devices.
     pub(super) fn reach(&self, other: &Self) -> Result<(), CudaError> {
         const DOING: &str = "reaching another CUDA device";
         let _visit = self.visit()?;
@@ -151,7 +151,7 @@ impl DeviceContext {
         answer.result().map_err(|error| cuda(DOING, error))
     }
 
-    /// Waits until the device has ended all work that was issued to it.
+    /// Blocks until the device has ended all work that was issued to it.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
         let _visit = self.visit()?;
         // SAFETY: the context is current.
@@ -160,7 +160,7 @@ impl DeviceContext {
             .map_err(|error| cuda("waiting for a CUDA device", error))
     }
 
-    /// Returns the bytes of the driver's own pool of the device.
+    /// Returns figures of the driver's own memory pool of the device.
     pub(super) fn driver_pool(&self) -> Result<DriverPool, CudaError> {
         let pool = self.default_pool()?;
         let figure = |attribute| {
@@ -179,8 +179,8 @@ impl DeviceContext {
         })
     }
 
-    /// Gives freed memory of the driver's own pool back to the device. Work that uses it must have
-    /// ended.
+    /// Returns freed memory of the driver's own pool to the device. Work that uses this memory must
+    /// have ended.
     pub(super) fn trim_driver_pool(&self) -> Result<(), CudaError> {
         let pool = self.default_pool()?;
         // SAFETY: the pool is the driver's own.
@@ -198,7 +198,7 @@ impl DeviceContext {
         Ok(pool)
     }
 
-    /// Returns the free and the total bytes of the device.
+    /// Returns the number of free bytes and the total number of bytes of the device.
     pub(super) fn free_and_total(&self) -> Result<[u64; 2], CudaError> {
         let _visit = self.visit()?;
         let mut free = 0;
@@ -210,7 +210,7 @@ impl DeviceContext {
         Ok([free as u64, total as u64])
     }
 
-    /// Returns an attribute of the device; 0 if it is negative.
+    /// Returns an attribute of the device, or 0 if its value is negative.
     pub(super) fn figure(&self, attribute: sys::CUdevice_attribute) -> Result<u32, CudaError> {
         let mut figure = 0;
         // SAFETY: the device is the driver's own, and there is room for the number.
@@ -220,22 +220,22 @@ impl DeviceContext {
         Ok(u32::try_from(figure).unwrap_or(0))
     }
 
-    /// Returns the driver's number of the device, which its memory carries.
+    /// Returns the driver's number of the device.
     pub(super) fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// Returns the device's identity, the same in all processes.
+    /// Returns the UUID of the device, the same in all processes.
     pub(super) fn uuid(&self) -> &[u8; 16] {
         &self.uuid
     }
 
-    /// Returns the memory shown to other processes.
+    /// Returns the table of memory that this process has exported to other processes.
     pub(super) fn shown(&self) -> &ShownMemory {
         &self.shown
     }
 
-    /// Returns the memory of other processes that is open in this context.
+    /// Returns the table of other processes' memory that is open in this context.
     pub(super) fn foreign(&self) -> &OpenedBlocks {
         &self.foreign
     }
@@ -251,12 +251,12 @@ impl Drop for DeviceContext {
     }
 }
 
-/// Restores, when dropped, the context that was current on this thread when the guard was created.
+/// Remembers the context that is current on this thread, and restores it when dropped.
 pub(super) struct ContextGuard(sys::CUcontext);
 
 impl ContextGuard {
-    /// Creates a guard for the thread's current context. If there is none, or it cannot be read,
-    /// null is restored.
+    /// Creates a guard for this thread's current context. If there is none, or it cannot be read,
+    /// dropping the guard leaves no current context.
     fn from_here() -> Self {
         let mut current = std::ptr::null_mut();
         // SAFETY: there is room for the context.
@@ -275,7 +275,7 @@ impl Drop for ContextGuard {
     }
 }
 
-/// Host pages that stay pinned until this is dropped.
+/// Pinned pages of host memory. Dropping it unpins them.
 pub(super) struct Pinned {
     context: Arc<DeviceContext>,
     address: usize,
@@ -317,7 +317,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Creates an error for a failed driver call, with the driver's name and description of the error.
+/// Creates the error of a failed driver call, with the driver's name and description of the error.
 pub(super) fn cuda(doing: impl Into<String>, error: DriverError) -> CudaError {
     CudaError::new(doing, error.name(), error.text())
 }

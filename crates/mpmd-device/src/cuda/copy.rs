@@ -20,7 +20,7 @@ use super::stream::{RawStream, Stream};
 use super::{RegionCopy, Then};
 use crate::copy::{Loop, Loops};
 
-/// The largest row pitch in bytes: the driver counts it in signed 32 bits.
+/// The largest row pitch in bytes that the driver accepts, a signed 32-bit number.
 const MOST_PITCH: usize = i32::MAX as usize;
 
 /// The source or target address of a copy.
@@ -31,16 +31,16 @@ enum CopyAddress {
 }
 
 impl Stream {
-    /// Copies a part of `from` into `to`, which is in the memory of this stream's device. `from`
+    /// Copies a region of `from` into `to`, which is in the memory of this stream's device. `from`
     /// may be on the host or on any device of this process.
     ///
     /// Returns before the copy ends. The copy runs after the work that fills `from` and after
-    /// earlier uses of `to`. Fences keep both buffers in place until it ends. `then` receives the
-    /// result.
+    /// earlier uses of `to`. Fences keep the memory of both buffers allocated until it ends. `then`
+    /// receives the result.
     ///
     /// # Panics
     ///
-    /// If a buffer's length is not that of its region, the piece is not within both regions, or
+    /// If a buffer's length does not match its region, the piece is not within both regions, or
     /// `to` is on the host.
     pub fn copy_in(
         &self,
@@ -75,14 +75,15 @@ impl Stream {
         to.add_fence(fence);
     }
 
-    /// Copies a part of `from`, in a device's memory, into `to` on the host.
+    /// Copies a region of `from`, in a device's memory, into `to` on the host.
     ///
-    /// Returns before the copy ends. The copy runs after the work that fills `from`, which stays in
-    /// place meanwhile. `then` receives the buffer `to`, or the error if the copy failed.
+    /// Returns before the copy ends. The copy runs after the work that fills `from`. A fence keeps
+    /// the memory of `from` allocated until it ends. `then` receives the buffer `to`, or the error
+    /// if the copy failed.
     ///
     /// # Panics
     ///
-    /// If a buffer's length is not that of its region, the piece is not within both regions, or
+    /// If a buffer's length does not match its region, the piece is not within both regions, or
     /// `to` is on a device.
     pub fn copy_out(
         &self,
@@ -122,8 +123,9 @@ impl Stream {
         from.add_read(fence);
     }
 
-    /// Issues work that sets all bytes of `to`, in the memory of this stream's device, to zero,
-    /// after earlier uses of `to`. Does not wait for the device. `then` receives the result.
+    /// Issues work that sets all bytes of `to` to zero, after earlier uses of `to`. The buffer is
+    /// in the memory of this stream's device. Does not wait for the device. `then` receives the
+    /// result.
     ///
     /// # Panics
     ///
@@ -158,9 +160,9 @@ impl RawStream {
     ///
     /// # Safety
     ///
-    /// The runs lie within the memory that begins at `src` and `dst`. That memory stays allocated
-    /// until the stream has passed the copies. Only the stream's order and its fences allow other
-    /// uses of it meanwhile.
+    /// All runs are within the memory that begins at `src` and `dst`. This memory stays allocated
+    /// until the stream has finished the copies. Until then it has no other uses but those that the
+    /// stream's order and fences allow.
     unsafe fn copy_all(
         &self,
         loops: &Loops,
@@ -184,7 +186,7 @@ impl RawStream {
     ///
     /// # Safety
     ///
-    /// As [`RawStream::copy_all`].
+    /// The requirements of [`RawStream::copy_all`] apply.
     unsafe fn copy_loops(
         &self,
         dims: &[Loop],
@@ -214,7 +216,7 @@ impl RawStream {
     ///
     /// # Safety
     ///
-    /// As [`RawStream::copy_all`].
+    /// The requirements of [`RawStream::copy_all`] apply.
     unsafe fn copy_run(
         &self,
         bytes: usize,
@@ -260,7 +262,7 @@ impl RawStream {
     ///
     /// # Safety
     ///
-    /// As [`RawStream::copy_all`].
+    /// The requirements of [`RawStream::copy_all`] apply.
     unsafe fn copy_rows(
         &self,
         rows: Loop,
@@ -295,11 +297,12 @@ impl RawStream {
             .map_err(|error| cuda(doing(src, dst), error))
     }
 
-    /// Issues the copy of `blocks.count` blocks of rows, each of `run` bytes, with one driver call.
+    /// Issues the copy of `blocks.count` blocks of `rows.count` rows, each of `run` bytes, with one
+    /// driver call.
     ///
     /// # Safety
     ///
-    /// As [`RawStream::copy_all`].
+    /// The requirements of [`RawStream::copy_all`] apply.
     unsafe fn copy_blocks(
         &self,
         blocks: Loop,
@@ -353,8 +356,8 @@ impl Loop {
         fits(self.src_step) && fits(self.dst_step)
     }
 
-    /// Returns true if each step of this loop spans a whole number of rows, at least as many as a
-    /// block has.
+    /// Returns true if this loop's iterations are blocks of `rows`: each step is a whole number of
+    /// row steps, and at least `rows.count` of them.
     fn is_of(&self, rows: &Self) -> bool {
         let whole = |step: usize, row: usize| {
             step.is_multiple_of(row) && (rows.count..).contains(&(step / row))
@@ -375,7 +378,7 @@ impl CopyAddress {
         }
     }
 
-    /// Returns the address `bytes` further on.
+    /// Returns the address that is `bytes` bytes after this one.
     fn plus(self, bytes: usize) -> Self {
         match self {
             Self::Device { ordinal, address } => Self::Device {
@@ -401,8 +404,8 @@ impl CopyAddress {
     }
 }
 
-/// Returns the driver's memory types (source, destination). Between two devices both are "unified":
-/// the driver finds the devices from the addresses.
+/// Returns the driver's memory types (source, destination). Both are "unified" for a copy between
+/// two devices: the driver finds the devices from the addresses.
 fn memory_types(src: CopyAddress, dst: CopyAddress) -> (sys::CUmemorytype, sys::CUmemorytype) {
     use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_UNIFIED};
     match (src, dst) {

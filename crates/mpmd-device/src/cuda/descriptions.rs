@@ -13,15 +13,15 @@ use mpmd_layout::aval::DType;
 /// An argument of a device function, in the form that the CUDA driver takes.
 #[derive(Clone, Copy, Debug)]
 pub struct RawArg {
-    /// The value, in the first `size` bytes.
+    /// The argument's value, in the first `size` bytes.
     pub(super) bytes: [u8; 8],
-    /// The number of bytes used.
+    /// The number of bytes of `bytes` that are used.
     pub(super) size: usize,
-    /// The memory that an address points to. `None` for a number.
+    /// The memory to which an address points; `None` for a number.
     pub(super) uses: Option<UsedMemory>,
 }
 
-/// Memory that a launched function may read, and also write if `writes` is set.
+/// Memory that a launched function may read. If `writes` is true, it may also write there.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct UsedMemory {
     pub(super) place: DevicePlace,
@@ -29,7 +29,7 @@ pub(super) struct UsedMemory {
 }
 
 impl RawArg {
-    /// A placeholder for unused array entries.
+    /// A placeholder for unused elements of an array of arguments.
     pub const NONE: Self = Self {
         bytes: [0; 8],
         size: 0,
@@ -45,8 +45,8 @@ impl RawArg {
         }
     }
 
-    /// Returns an argument with the address of `place`. `writes` says whether the function may
-    /// write there.
+    /// Returns an argument with the address of `place`. If `writes` is true, the function may write
+    /// there.
     pub fn memory(place: DevicePlace, writes: bool) -> Self {
         Self {
             bytes: place.address.to_ne_bytes(),
@@ -56,68 +56,68 @@ impl RawArg {
     }
 }
 
-/// A product of column-major matrices, as cuBLAS takes it, or a batch of products: `result[m, n] =
-/// first[m, k] second[k, n]`.
+/// A matrix product, or a batch of products, in the form that cuBLAS takes. Matrices are
+/// column-major: `result[m, n] = first[m, k] second[k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CublasProduct {
-    /// Rows of the result.
+    /// Number of rows of the result.
     pub m: i32,
-    /// Columns of the result.
+    /// Number of columns of the result.
     pub n: i32,
-    /// Length of the sums.
+    /// Number of products that are summed for each element of the result.
     pub k: i32,
-    /// The left factor.
+    /// The layout of the left factor.
     pub first: Operand,
-    /// The right factor.
+    /// The layout of the right factor.
     pub second: Operand,
-    /// The matrix that is written.
+    /// The layout of the result.
     pub result: Operand,
-    /// Number of products.
+    /// Number of products in the batch.
     pub batch: i32,
-    /// Factor of the product.
+    /// Factor that multiplies the product.
     pub alpha: f64,
-    /// Factor of the previous result; with 0 it is not read.
+    /// Factor of the previous result, which is added. If it is 0, the previous result is not read.
     pub beta: f64,
-    /// The dtypes and the precision.
+    /// The dtypes and the precision of the product.
     pub types: Types,
 }
 
-/// The memory layout of a matrix of a product.
+/// The memory layout of a matrix in a [`CublasProduct`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Operand {
-    /// True if the transposed matrix lies in memory.
+    /// True if the memory holds the transposed matrix.
     pub transposed: bool,
-    /// Elements between the starts of two successive columns.
+    /// Number of elements between the starts of two successive columns.
     pub leading: i32,
-    /// Elements between the starts of two successive matrices of a batch.
+    /// Number of elements between the starts of two successive matrices of a batch.
     pub stride: i64,
 }
 
-/// The id that a group's first device sends to the others. Ranks that use the same id join the same
-/// NCCL communicator.
+/// The id of an NCCL communicator. The first device of a group sends it to the others. Ranks with
+/// the same id join the same communicator.
 pub type CommunicatorId = [u8; 128];
 
-/// A collective operation of a group of devices, as one device issues it.
+/// A collective operation of a group of devices, with the memory of one device.
 #[derive(Clone, Copy)]
 pub struct Joint<'a> {
-    /// The operation.
+    /// The kind of the collective operation.
     pub kind: &'a CollectiveKind,
     /// The dtype of the elements.
     pub dtype: DType,
-    /// The number of elements at `from`, the same on every device of the group.
+    /// The number of elements in `from`, the same on every device of the group.
     pub elements: usize,
     /// The number of devices in the group.
     pub ranks: usize,
-    /// Memory that is read.
+    /// Memory of the device that the operation reads.
     pub from: DevicePlace,
-    /// Memory that is written.
+    /// Memory of the device that the operation writes.
     pub to: DevicePlace,
 }
 
-/// The reason why a collective of several devices failed.
+/// A reason why a collective of several devices failed.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum NotJoined {
-    /// The communicators were given up because of this failure elsewhere.
+    /// The communicators were aborted because of a failure elsewhere.
     #[error("it was given up: {0}")]
     GivenUp(Arc<Failure>),
     /// An error of NCCL or of this device.

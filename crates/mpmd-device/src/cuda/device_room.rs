@@ -19,11 +19,12 @@ use super::calls;
 use super::context::DeviceContext;
 use super::spare_blocks::SpareBlocks;
 
-/// Time limit for scratch blocks to be free once the device has ended its work.
+/// Time limit for scratch blocks to become free after the device has ended its work.
 const FREE_WITHIN: Duration = Duration::from_millis(500);
 const FREE_LOOK: Duration = Duration::from_millis(1);
 
-/// The allocators of a device, for another library that allocates from the driver's pool.
+/// The allocators of a device: they free unused memory for another library that allocates from the
+/// driver's pool.
 #[derive(Clone)]
 pub struct DeviceRoom {
     context: Arc<DeviceContext>,
@@ -40,20 +41,20 @@ impl DeviceRoom {
         }
     }
 
-    /// Gives memory that no one uses back to the device. Blocks until the device has ended all work
-    /// that was issued to it.
+    /// Returns unused memory of all allocators to the device. Blocks until the device has ended all
+    /// work that was issued to it.
     pub fn make(&self) {
         make_room(&self.context, &self.spare);
         self.pool.trim();
     }
 
-    /// Allocates memory as `cuMemAllocAsync` does. If the device is out of memory, makes room and
-    /// tries once more; without `room` it tries once. Returns the driver's status.
+    /// Allocates memory as `cuMemAllocAsync` does. If the device is out of memory and `room` is
+    /// given, frees unused memory and tries once more. Returns the driver's status.
     ///
     /// # Safety
     ///
-    /// As for `cuMemAllocAsync`: `address` points to room for an address, and `stream` is a
-    /// stream of the calling thread's current context, which is that of `room`.
+    /// As for `cuMemAllocAsync`: `address` points to memory for an address. `stream` is a stream of
+    /// the calling thread's current context, which is the context of `room`.
     pub unsafe fn allocate_in_order(
         room: Option<&Self>,
         address: *mut u64,
@@ -74,7 +75,7 @@ impl DeviceRoom {
     }
 }
 
-/// Displays the bytes of both allocators.
+/// Displays the bytes that both allocators hold.
 impl fmt::Display for DeviceRoom {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stats = self.pool.stats();
@@ -87,7 +88,7 @@ impl fmt::Display for DeviceRoom {
     }
 }
 
-/// Displays the bytes in the driver's pool of a device, and the free bytes of the device.
+/// Displays the bytes in the driver's pool of a device, and the device's free bytes.
 pub(super) struct DriverPoolText<'a>(pub(super) &'a DeviceContext);
 
 impl fmt::Display for DriverPoolText<'_> {
@@ -113,7 +114,7 @@ impl fmt::Display for DriverPoolText<'_> {
     }
 }
 
-/// Gives scratch blocks back to their pool, and memory of the driver's pool back to the device.
+/// Returns scratch blocks to their pool, and unused memory of the driver's pool to the device.
 /// Blocks until the device has ended all work that was issued to it.
 pub(super) fn make_room(context: &DeviceContext, spare: &SpareBlocks) {
     let blocks = spare.take_all();

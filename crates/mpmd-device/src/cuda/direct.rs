@@ -20,22 +20,22 @@ use super::gpu::Gpu;
 use super::source::Source;
 use super::stream::WAIT_DEFAULT;
 
-/// A CUDA IPC handle of memory or of an event.
+/// A CUDA IPC handle of device memory or of an event.
 pub type Handle = [u8; 64];
 
-/// A graphics processor and one stream of its own. Clones share both.
+/// A CUDA device with one stream, used by single calls of the driver. Clones share both.
 #[derive(Clone)]
 pub struct Direct(Rc<DirectState>);
 
 struct DirectState {
     gpu: Arc<Gpu>,
     stream: sys::CUstream,
-    /// The event behind all work that was issued, for [`Direct::wait`].
+    /// The event that [`Direct::wait`] records behind all issued work.
     end: sys::CUevent,
 }
 
-/// Memory of the device or of the host, which copies read and write. Dropping it waits for all work
-/// of the stream, then frees, closes or unpins it.
+/// Memory of the device or of the host, for copies. Dropping it waits for all work of the stream,
+/// then frees, closes or unpins the memory.
 pub struct DirectMemory {
     direct: Direct,
     address: u64,
@@ -46,27 +46,27 @@ pub struct DirectMemory {
 enum MemoryOrigin {
     Allocated,
     Opened,
-    /// The buffer is not accessed as long as this exists, only its address.
+    /// Host memory. While this value exists, only the buffer's address is used.
     Host {
         is_pinned: bool,
         _memory: OwnedBuffer,
     },
 }
 
-/// An event of this process, or of another one that has shown it.
+/// A CUDA event of this process, or an opened event of another process.
 pub struct DirectEvent {
     direct: Direct,
     raw: sys::CUevent,
 }
 
-/// The way in which the host waits for an event, and whether other processes can open it.
+/// How the host waits for an event, and whether other processes can open the event.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum EventWait {
-    /// The thread spins.
+    /// The waiting thread spins.
     Spinning,
-    /// The thread sleeps.
+    /// The waiting thread sleeps.
     Blocking,
-    /// The thread sleeps, and other processes can open the event.
+    /// The waiting thread sleeps, and other processes can open the event.
     Interprocess,
 }
 
@@ -77,11 +77,11 @@ pub struct DirectFunction {
 }
 
 impl Direct {
-    /// Opens the graphics processor with this driver ordinal and creates a stream.
+    /// Opens the device with driver number `ordinal` and creates a stream.
     ///
     /// # Errors
     ///
-    /// If there is no driver or no such processor, or it cannot be used.
+    /// If there is no driver or no such device, or the device cannot be used.
     pub fn open(ordinal: u32) -> Result<Self, CudaError> {
         found().map_err(|error| CudaError::new("using CUDA directly", "", error.to_string()))?;
         let gpu = Gpu::open(ordinal)?;
@@ -111,11 +111,11 @@ impl Direct {
         self.0.gpu.context().bind()
     }
 
-    /// Allocates memory of the device with `cuMemAlloc`. Its content is arbitrary.
+    /// Allocates device memory with `cuMemAlloc`. Its content is arbitrary.
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn allocate(&self, bytes: usize) -> Result<DirectMemory, CudaError> {
         self.bind()?;
         let mut address = 0;
@@ -131,12 +131,12 @@ impl Direct {
         })
     }
 
-    /// Allocates memory of the host, with 1 in every byte. Memory that is `shared` is a sealed
-    /// memory file, as the framework's own segments are, else it is anonymous.
+    /// Allocates host memory, with 1 in every byte. If `shared` is true, the memory is a sealed
+    /// memory file, like the framework's own segments; else it is anonymous.
     ///
     /// # Errors
     ///
-    /// If the system has no such memory.
+    /// If the system cannot provide the memory.
     pub fn host(&self, bytes: usize, shared: bool) -> Result<DirectMemory, CudaError> {
         let none = |error: &dyn ToString| {
             CudaError::new("allocating memory of the host", "", error.to_string())
@@ -164,7 +164,7 @@ impl Direct {
         })
     }
 
-    /// Opens memory of `bytes` bytes that another process has [shown](DirectMemory::handle).
+    /// Opens `bytes` bytes of memory that another process has exported by [`DirectMemory::handle`].
     ///
     /// # Errors
     ///
@@ -190,12 +190,12 @@ impl Direct {
         })
     }
 
-    /// Issues a copy of the first `bytes` bytes, at most as many as both have. Does not wait,
-    /// unless the host's memory is not pinned.
+    /// Issues a copy of the first `bytes` bytes, or fewer if `from` or `to` is shorter. Does not
+    /// wait, unless host memory is not pinned.
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn copy(
         &self,
         from: &DirectMemory,
@@ -209,11 +209,11 @@ impl Direct {
         })
     }
 
-    /// Issues work that sets every byte of memory of the device to `value`.
+    /// Issues work that sets every byte of device memory to `value`.
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn fill(&self, to: &DirectMemory, value: u8) -> Result<(), CudaError> {
         // SAFETY: the memory has these bytes, and is dropped only after all work of the stream.
         said("filling memory directly", unsafe {
@@ -221,7 +221,7 @@ impl Direct {
         })
     }
 
-    /// Blocks until all work that was issued to the stream has ended. The thread spins.
+    /// Blocks until the stream has ended all issued work. The thread spins.
     ///
     /// # Errors
     ///
@@ -232,11 +232,11 @@ impl Direct {
         synchronize(self.0.end)
     }
 
-    /// Creates an event without times.
+    /// Creates an event that records no times.
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn event(&self, waiting: EventWait) -> Result<DirectEvent, CudaError> {
         self.bind()?;
         Ok(DirectEvent {
@@ -245,7 +245,7 @@ impl Direct {
         })
     }
 
-    /// Opens an event that another process has [shown](DirectEvent::handle).
+    /// Opens an event that another process has exported by [`DirectEvent::handle`].
     ///
     /// # Errors
     ///
@@ -267,11 +267,11 @@ impl Direct {
         })
     }
 
-    /// Makes later work of the stream wait, on the device, for the event's newest record.
+    /// Makes later work of the stream wait, on the device, for the last record of the event.
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn come_after(&self, event: &DirectEvent) -> Result<(), CudaError> {
         // SAFETY: stream and event are alive.
         said("waiting for an event on the device", unsafe {
@@ -279,11 +279,11 @@ impl Direct {
         })
     }
 
-    /// Compiles and loads `source`, as the framework does, and returns its function of this name.
+    /// Compiles and loads `source`, as the framework does, and returns its function `name`.
     ///
     /// # Errors
     ///
-    /// If NVRTC is missing, the source does not compile, or has no such function.
+    /// If NVRTC is missing, the source does not compile, or it has no such function.
     pub fn function(
         &self,
         source: &'static Source,
@@ -316,16 +316,16 @@ impl Drop for DirectState {
 }
 
 impl DirectMemory {
-    /// Returns the address of the first byte.
+    /// Returns the address of the memory's first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Pins memory of the host until it is dropped. Does nothing with other memory.
+    /// Pins host memory until this value is dropped. Does nothing with device memory.
     ///
     /// # Errors
     ///
-    /// If the driver refuses. The memory can still be copied.
+    /// If the driver returns an error. The memory can still be copied.
     pub fn pin(&mut self) -> Result<(), CudaError> {
         self.direct.bind()?;
         let MemoryOrigin::Host { is_pinned, .. } = &mut self.origin else {
@@ -344,7 +344,7 @@ impl DirectMemory {
     ///
     /// # Errors
     ///
-    /// If the driver refuses, as for memory that this process has opened itself.
+    /// If the driver returns an error, as for memory that this process has opened itself.
     pub fn handle(&self) -> Result<Handle, CudaError> {
         self.direct.bind()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
@@ -355,8 +355,8 @@ impl DirectMemory {
         Ok(handle.reserved.map(|byte| byte.to_ne_bytes()[0]))
     }
 
-    /// Returns (address, bytes) of the range in which the driver holds this memory: it may be
-    /// larger than the requested memory.
+    /// Returns (address, bytes) of the driver's memory range that contains this memory. The range
+    /// may be larger than the requested memory.
     ///
     /// # Errors
     ///
@@ -380,7 +380,7 @@ impl DirectMemory {
         ))
     }
 
-    /// Returns the first byte. Waits for all work of the stream.
+    /// Returns the first byte of the memory. Waits for all work of the stream.
     ///
     /// # Errors
     ///
@@ -432,12 +432,12 @@ impl DirectEvent {
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn record(&self) -> Result<(), CudaError> {
         record(self.raw, self.direct.0.stream)
     }
 
-    /// Blocks until the device has reached the event's newest record.
+    /// Blocks until the device has reached the last record of the event.
     ///
     /// # Errors
     ///
@@ -450,7 +450,7 @@ impl DirectEvent {
     ///
     /// # Errors
     ///
-    /// If the driver refuses, as for events that are not [`EventWait::Interprocess`].
+    /// If the driver returns an error, as for events that are not [`EventWait::Interprocess`].
     pub fn handle(&self) -> Result<Handle, CudaError> {
         self.direct.bind()?;
         let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
@@ -473,12 +473,12 @@ impl Drop for DirectEvent {
 }
 
 impl DirectFunction {
-    /// Issues a launch of one block of 32 threads. The function takes two pointers, and may use
-    /// only the memory there. Does not wait.
+    /// Issues a launch of one block of 32 threads, with the addresses of `x` and `y` as arguments.
+    /// The function may use only the memory of `x` and `y`. Does not wait.
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn launch(&self, x: &DirectMemory, y: &DirectMemory) -> Result<(), CudaError> {
         let pointer = |of: &DirectMemory| (&raw const of.address).cast_mut().cast::<c_void>();
         let mut arguments = [pointer(x), pointer(y)];

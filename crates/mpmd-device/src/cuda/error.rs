@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 /// A failed call of a CUDA library, or failed work of a device. Clones share one error.
 ///
-/// Work fails after it was issued: then `doing` names the operation that waited for it. After such
-/// a failure the device does nothing more in this process, and every later operation fails with the
+/// If work fails after it was issued, `doing` names the operation that waited for it. After such a
+/// failure the device does nothing more in this process, and every later operation fails with the
 /// same message.
 #[derive(Clone, Eq, PartialEq)]
 pub struct CudaError(Arc<ErrorParts>);
@@ -16,13 +16,13 @@ struct ErrorParts {
     doing: String,
     name: String,
     text: String,
-    /// True if the work may still run: its end will never be known.
+    /// True if the work may still run. Its end will never be known.
     is_lost: bool,
 }
 
 impl CudaError {
-    /// Creates an error: while `doing`, a library returned the status `name` with the description
-    /// `text`.
+    /// Creates an error. `doing` describes the operation, and `name` and `text` are the library's
+    /// name and description of the error.
     pub fn new(doing: impl Into<String>, name: impl Into<String>, text: impl Into<String>) -> Self {
         let is_lost = false;
         Self(Arc::new(ErrorParts {
@@ -48,7 +48,7 @@ impl CudaError {
         Self::new(doing.clone(), name.clone(), text)
     }
 
-    /// Returns the error with the name of the enclosing operation in front of its own operation.
+    /// Returns the error with an enclosing operation named before its own operation.
     pub(super) fn in_the_course_of(&self, operation: String) -> Self {
         let ErrorParts {
             doing, name, text, ..
@@ -56,7 +56,7 @@ impl CudaError {
         Self::new(format!("{operation}: {doing}"), name.clone(), text.clone())
     }
 
-    /// Returns the error marked as lost: the work may still be running.
+    /// Returns the error with the mark that the work may still be running.
     pub(super) fn lost(&self) -> Self {
         let ErrorParts {
             doing, name, text, ..
@@ -73,12 +73,13 @@ impl CudaError {
         }))
     }
 
-    /// Returns true if the failed work may still be running. Its memory must not be reused.
+    /// Returns true if the failed work may still be running. Memory that it uses must not be
+    /// reused.
     pub(super) fn is_lost(&self) -> bool {
         self.0.is_lost
     }
 
-    /// Returns true if the driver cannot load this form of module (machine code or PTX). Another
+    /// Returns true if the driver cannot load this form of a module: machine code or PTX. The other
     /// form may work.
     pub(super) fn is_unknown_image(&self) -> bool {
         let unknown = [
@@ -89,8 +90,8 @@ impl CudaError {
         unknown.contains(&self.name())
     }
 
-    /// Returns the library's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`. Empty if the
-    /// error does not come from a library.
+    /// Returns the library's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`. The name is
+    /// empty if the error does not come from a library.
     pub fn name(&self) -> &str {
         &self.0.name
     }

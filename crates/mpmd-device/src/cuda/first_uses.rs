@@ -12,10 +12,10 @@ use super::error::CudaError;
 use super::gpu::Gpu;
 use super::kernels::ADD;
 
-/// The bytes that are pinned.
+/// Number of bytes of host memory that are pinned.
 const PINNED_BYTES: usize = 1 << 20;
 
-/// The times that the first uses of a CUDA device took, or the reasons why they failed.
+/// The durations of the first uses of a CUDA device, or the reasons why they failed.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct FirstUses {
     /// Milliseconds to open the device: its context and streams.
@@ -43,7 +43,7 @@ pub enum FirstUseError {
     /// The system has no memory that other processes can map.
     #[error(transparent)]
     SharedMemory(Arc<std::io::Error>),
-    /// The pool had no need to map memory.
+    /// The pool allocated without mapping new memory, so nothing was pinned.
     #[error("no memory was mapped")]
     NotMapped,
 }
@@ -54,9 +54,9 @@ impl serde::Serialize for FirstUseError {
     }
 }
 
-/// Opens the device that the driver numbers `ordinal`, and uses it for the first time in each way.
-/// Times are those of the first use only if this process has not used the device before. Blocks for
-/// seconds at times.
+/// Opens the device with driver number `ordinal`, and measures its first allocation, compilation,
+/// matrix product and pinning. The measurements are valid only if this process has not used the
+/// device before. May block for seconds.
 ///
 /// # Errors
 ///
@@ -64,7 +64,7 @@ impl serde::Serialize for FirstUseError {
 ///
 /// # Panics
 ///
-/// If there is no driver: look for it first with [`found`](super::found).
+/// If there is no driver: call [`found`](super::found) first.
 pub fn first_uses(ordinal: u32) -> Result<FirstUses, CudaError> {
     let begin = now();
     let gpu = Gpu::open(ordinal)?;

@@ -10,23 +10,23 @@ use super::error::CudaError;
 use super::gpu::Gpu;
 use super::stream::{RawStream, Stream, WAIT_DEFAULT};
 
-/// The handle of a stream that another library made.
+/// The handle of a stream that another library has created.
 pub struct ForeignHandle(sys::CUstream);
 
 impl ForeignHandle {
-    /// Takes the handle of a stream.
+    /// Wraps the handle of a stream.
     ///
     /// # Safety
     ///
     /// `handle` is a `CUstream` or `cudaStream_t` of the primary context of the device with which
-    /// it is used. It outlives everything that is made from this.
+    /// it is used. The stream outlives every value that is made from this one.
     pub unsafe fn new(handle: *mut c_void) -> Self {
         Self(handle.cast())
     }
 }
 
 impl Gpu {
-    /// Returns another library's stream as one to which work of this device can be issued.
+    /// Wraps another library's stream, so that work of this device can be issued to it.
     pub fn foreign(&self, ForeignHandle(raw): ForeignHandle) -> RawStream {
         RawStream {
             context: self.context().clone(),
@@ -37,8 +37,8 @@ impl Gpu {
 }
 
 impl Stream {
-    /// Makes later work on `foreign` wait, on the device, for all work issued to this stream so
-    /// far. The context must be current.
+    /// Makes later work of `foreign` wait, on the device, for all work issued to this stream so
+    /// far. The device's context must be current.
     ///
     /// # Errors
     ///
@@ -47,8 +47,9 @@ impl Stream {
         self.order(&self.stream, foreign)
     }
 
-    /// Makes later work on this stream wait, on the device, for all work issued to `foreign` so
-    /// far. Blocks until that has ended if the driver has no event. The context must be current.
+    /// Makes later work of this stream wait, on the device, for all work issued to `foreign` so
+    /// far. If the driver provides no event, blocks until that work has ended. The device's context
+    /// must be current.
     ///
     /// # Errors
     ///

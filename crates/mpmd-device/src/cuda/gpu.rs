@@ -19,12 +19,12 @@ use crate::cuda::spare_blocks::SpareBlocks;
 /// A CUDA device, its context in this process, and its streams.
 pub struct Gpu {
     context: Arc<DeviceContext>,
-    /// cuBLAS for the compute stream, or the error of creating it. Created at first use. Declared
-    /// before the streams, so that it is dropped first.
+    /// cuBLAS for the compute stream, or the error of creating it. Created at first use. The field
+    /// precedes the streams, so that it is dropped first.
     blas: OnceLock<Result<Blas, CudaError>>,
-    /// Set once cuBLAS has loaded the kernels of small products.
+    /// Set after cuBLAS has loaded the kernels of small products.
     products: OnceLock<()>,
-    /// Scratch memory for the compute stream, kept between calls.
+    /// Scratch memory of the compute stream, reused between calls.
     spare: Arc<SpareBlocks>,
     compute: Stream,
     inward: Stream,
@@ -32,12 +32,12 @@ pub struct Gpu {
     modules: Modules,
     architecture: Architecture,
     processors: u32,
-    /// The most bytes of shared memory that a block can ask for.
+    /// The most bytes of shared memory that a thread block can request.
     shared_bytes: u32,
 }
 
 impl Gpu {
-    /// Opens the device that the driver numbers `ordinal`.
+    /// Opens the device with driver number `ordinal`.
     ///
     /// # Errors
     ///
@@ -45,7 +45,7 @@ impl Gpu {
     ///
     /// # Panics
     ///
-    /// If there is no driver: look for it first with [`found`](super::found).
+    /// If there is no driver: call [`found`](super::found) first.
     pub fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
         let context = Arc::new(DeviceContext::open(ordinal)?);
         let line = |purpose: &str| Stream::start(&context, format!("cuda-{ordinal}-{purpose}"));
@@ -92,7 +92,7 @@ impl Gpu {
         &self.context
     }
 
-    /// Returns an allocator for segments of the device's memory.
+    /// Returns an allocator of segments of the device's memory.
     pub fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
         Arc::new(Allocator::new(self.context.clone(), self.spare.clone()))
     }
@@ -124,8 +124,8 @@ impl Gpu {
     }
 
     /// Records begin and end times of work on the [`compute`](Self::compute) stream from now on.
-    /// `now` returns nanoseconds since an arbitrary origin. Must be called before any work is
-    /// issued. Waits for the device.
+    /// `now` returns nanoseconds since an arbitrary origin. Waits for the device. Call it before
+    /// any work is issued.
     ///
     /// # Errors
     ///
@@ -134,7 +134,7 @@ impl Gpu {
         self.compute.keep_time(now)
     }
 
-    /// Returns the stream that runs kernels, in the order of their operations.
+    /// Returns the stream that runs kernels, in the order in which they are issued.
     pub fn compute(&self) -> &Stream {
         &self.compute
     }
@@ -149,13 +149,13 @@ impl Gpu {
         &self.outward
     }
 
-    /// Returns the scratch memory that the compute stream keeps between calls.
+    /// Returns the scratch memory that the compute stream reuses between calls.
     pub fn spare(&self) -> &SpareBlocks {
         &self.spare
     }
 
-    /// Returns the device's allocators, for another library that allocates there. `pool` is that of
-    /// the device's memory.
+    /// Returns the device's allocators, for another library that allocates on the device. `pool` is
+    /// the framework's pool of the device's memory.
     pub fn room(&self, pool: &Pool) -> DeviceRoom {
         DeviceRoom::new(&self.context, &self.spare, pool)
     }
@@ -165,7 +165,7 @@ impl Gpu {
         self.processors
     }
 
-    /// Returns the most bytes of shared memory that a block can ask for.
+    /// Returns the most bytes of shared memory that a thread block can request.
     pub fn shared_bytes(&self) -> u32 {
         self.shared_bytes
     }
@@ -175,8 +175,8 @@ impl Gpu {
         &self.modules
     }
 
-    /// Returns cuBLAS for the compute stream, created at the first call. Waits if another thread is
-    /// creating it. If that failed, every call returns the same error.
+    /// Returns cuBLAS for the compute stream, and creates it at the first call. Waits if another
+    /// thread is creating it. If the creation has failed, every call returns the same error.
     pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
         self.blas
             .get_or_init(|| {
@@ -191,7 +191,7 @@ impl Gpu {
             .map_err(CudaError::clone)
     }
 
-    /// Returns the cell that is set once cuBLAS has loaded the kernels of small products.
+    /// Returns the cell that is set after cuBLAS has loaded the kernels of small products.
     pub(super) fn products(&self) -> &OnceLock<()> {
         &self.products
     }
@@ -201,14 +201,14 @@ impl Gpu {
         self.architecture
     }
 
-    /// Returns cuBLAS if it was created already. `None` if not, or if that failed.
+    /// Returns cuBLAS if it was created before; `None` if not, or if the creation failed.
     pub(super) fn blas_if_ready(&self) -> Option<&Blas> {
         self.blas.get()?.as_ref().ok()
     }
 }
 
-/// Enables direct access between the memories of these devices, where the machine has a link. Other
-/// pairs of devices copy through the host. Failures are only logged.
+/// Enables direct access between the memories of these devices. Pairs of devices without a link
+/// copy through the host. Failures are only logged.
 pub fn reach_each_other(gpus: &[Arc<Gpu>]) {
     for from in gpus {
         for to in gpus.iter().filter(|to| to.ordinal() != from.ordinal()) {

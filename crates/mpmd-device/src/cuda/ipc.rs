@@ -37,15 +37,15 @@ use super::ipc_tables::{Description, HANDLE, MemoryRange, ShownRange, close, par
 use super::library::DRIVER;
 use mpmd_base::variables;
 
-/// Driver functions that sharing needs.
+/// Driver functions that sharing by CUDA IPC needs.
 const SYMBOLS: [&str; 3] = [
     "cuIpcGetMemHandle",
     "cuIpcOpenMemHandle_v2",
     "cuIpcCloseMemHandle",
 ];
 
-/// Returns an object that exports memory of these devices to other processes, and opens theirs.
-/// `None` if there are no devices.
+/// Returns an object that exports memory of these devices to other processes, and opens memory of
+/// other processes. Returns `None` if there are no devices.
 pub fn sharing(gpus: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
     if gpus.is_empty() {
         return None;
@@ -61,40 +61,41 @@ pub fn sharing(gpus: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
 struct CudaSharing {
     gpus: Vec<Arc<Gpu>>,
     contexts: Vec<Arc<DeviceContext>>,
-    /// Memory that peers try to open at the start, to find out if sharing works. Kept as long as
-    /// this.
+    /// Memory that peers try to open at the start, to test whether sharing works. It is kept as
+    /// long as this object.
     samples: OnceLock<Result<Vec<Box<dyn DeviceMemory>>, NoSharing>>,
 }
 
 /// The reason why this process's devices cannot share memory.
 #[derive(Clone, Debug, thiserror::Error)]
 enum NoSharing {
-    /// The user has turned it off.
+    /// The user has turned sharing off.
     #[error("{}=0 turns it off", variables::CUDA_IPC)]
     TurnedOff,
     #[error("the CUDA driver has no {symbol}")]
     NoSymbol { symbol: &'static str },
-    /// There is no device memory for the samples.
+    /// There is no device memory left for the samples.
     #[error(transparent)]
     NoMemory(Arc<io::Error>),
     #[error("the CUDA driver shows no memory to other processes")]
     NotShown,
 }
 
-/// Memory that this process has shown to others.
+/// Memory of this process that it has exported to other processes.
 struct OwnMemory<'a> {
     context: &'a Arc<DeviceContext>,
     range: ShownRange,
 }
 
 impl CudaSharing {
-    /// Returns the context of the device `uuid`. `None` if this process does not use the device.
+    /// Returns the context of the device with this UUID; `None` if this process does not use the
+    /// device.
     fn near(&self, uuid: &[u8]) -> Option<&Arc<DeviceContext>> {
         self.contexts.iter().find(|context| context.uuid() == uuid)
     }
 
-    /// Returns memory that this process has shown to others. `None` if the handle is of another
-    /// process.
+    /// Returns memory of this process that it has exported under `handle`. Returns `None` if the
+    /// handle belongs to another process.
     fn own(&self, uuid: &[u8], handle: [u8; HANDLE]) -> Option<OwnMemory<'_>> {
         let mut same = self
             .contexts
@@ -174,22 +175,22 @@ impl DeviceSharing for CudaSharing {
     }
 }
 
-/// Device memory of another process, or of this one if its own description came back.
+/// Opened device memory of another process, or of this process if its own description came back.
 struct OpenedMemory {
     context: Arc<DeviceContext>,
     address: u64,
     bytes: usize,
-    /// The number of bytes that are open from the first one on. `None` if the driver does not tell.
+    /// Number of open bytes from `address` on; `None` if the driver does not report it.
     open_bytes: Option<u64>,
     is_far: bool,
-    /// The address of the open block that it is in. `None` if the memory is this process's own, so
-    /// there is nothing to close.
+    /// Address of the opened block that contains the memory. `None` for memory of this process,
+    /// which needs no closing.
     block: Option<u64>,
 }
 
 impl OpenedMemory {
-    /// Opens memory of another process in `context`, which is that of another device if `is_far` is
-    /// set.
+    /// Opens memory of another process in `context`. `is_far` is true if the memory is on another
+    /// device than `context`.
     fn open(
         context: &Arc<DeviceContext>,
         description: &Description<'_>,

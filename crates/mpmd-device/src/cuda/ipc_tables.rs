@@ -10,7 +10,7 @@ use mpmd_base::block::Mutex;
 use super::calls;
 use super::error::CudaError;
 
-/// Lengths in bytes of a CUDA handle, of a device's UUID and of an [`IpcOrigin`].
+/// Lengths in bytes: of a CUDA handle, of a device's UUID, and of an [`IpcOrigin`].
 pub(super) const HANDLE: usize = 64;
 const UUID: usize = 16;
 const ORIGIN: usize = 16;
@@ -18,24 +18,24 @@ const ORIGIN: usize = 16;
 /// An IPC description: a CUDA handle, the UUID of its device, and the origin of the memory.
 pub(super) type Words = [u8; HANDLE + UUID + ORIGIN];
 
-/// The place of memory in its owner's context.
+/// The location of memory in its owner's context.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct IpcOrigin {
-    /// A random number of the owner's context.
+    /// A random number that identifies the owner's context.
     context: u64,
     /// The address of the memory in that context.
     address: u64,
 }
 
-/// Memory of this context that other processes can open, by its CUDA handle. Looked up when another
-/// process sends such a handle back.
+/// Memory of this context that other processes can open, by its CUDA handle. This table is read
+/// when another process sends a handle of this process back.
 pub(super) struct ShownMemory {
     pub(super) memory: Mutex<HashMap<[u8; HANDLE], ShownRange>>,
-    /// The number of this context in the origins of its memory.
+    /// The random number that identifies this context in an [`IpcOrigin`].
     pub(super) context: u64,
 }
 
-/// The address and the length of shown memory.
+/// The address and the length of exported memory.
 #[derive(Clone, Copy)]
 pub(super) struct ShownRange {
     pub(super) address: u64,
@@ -52,13 +52,13 @@ impl Default for ShownMemory {
     }
 }
 
-/// Memory of other processes that is open in a context.
+/// Blocks of other processes' memory that are open in a context.
 #[derive(Default)]
 pub(super) struct OpenedBlocks(Mutex<Vec<OpenedBlock>>);
 
 impl OpenedBlocks {
-    /// Adds a user to the block that holds `bytes` bytes with this origin. `None` if no such block
-    /// is open.
+    /// Adds a user to the open block that contains `bytes` bytes from `origin` on. Returns `None`
+    /// if no such block is open.
     pub(super) fn join(&self, origin: IpcOrigin, bytes: usize) -> Option<FoundBytes> {
         let mut blocks = self.0.lock();
         let mut found = blocks
@@ -73,7 +73,7 @@ impl OpenedBlocks {
         })
     }
 
-    /// Adds a user to the block that the driver has opened at this address. The context must be
+    /// Adds a user to the block that the driver has opened at `address`. The context must be
     /// current.
     pub(super) fn add(&self, address: u64, origin: IpcOrigin) -> FoundBytes {
         let mut blocks = self.0.lock();
@@ -104,8 +104,8 @@ impl OpenedBlocks {
         }
     }
 
-    /// Removes a user of the block at this address. Returns true if it was the last one, so that
-    /// the block has to be closed.
+    /// Removes a user of the block at `address`. Returns true if it was the last user: the caller
+    /// must then close the block.
     pub(super) fn leave(&self, address: u64) -> bool {
         let mut blocks = self.0.lock();
         let Some(at) = blocks.iter().position(|block| block.address == address) else {
@@ -121,37 +121,37 @@ impl OpenedBlocks {
     }
 }
 
-/// Bytes in an open [`OpenedBlock`].
+/// The location of memory in an [`OpenedBlock`].
 pub(super) struct FoundBytes {
-    /// The address of the bytes.
+    /// The address of the memory.
     pub(super) address: u64,
     /// The address of the block.
     pub(super) block: u64,
-    /// All that was opened with the block.
+    /// The whole range that was opened with the block.
     pub(super) range: MemoryRange,
 }
 
-/// A range of device memory. The length is 0 if the driver does not tell the range.
+/// A range of device memory. Its length is 0 if the driver does not report the range.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct MemoryRange {
     pub(super) start: u64,
     pub(super) length: u64,
 }
 
-/// Memory that the driver has opened: at least the allocation of the handle by which it was opened.
+/// A block that the driver has opened: at least the allocation to which the handle belongs.
 struct OpenedBlock {
-    /// The address that the driver returned, and the origin of the handle's memory.
+    /// The address that the driver returned. `origin` is the origin of the memory at this address.
     address: u64,
     origin: IpcOrigin,
-    /// All that was opened.
+    /// The whole range that was opened.
     range: MemoryRange,
-    /// The number of [`OpenedMemory`] in it.
+    /// The number of [`OpenedMemory`] values that use the block.
     users: usize,
 }
 
 impl OpenedBlock {
-    /// Returns the address of `bytes` bytes with another origin. `None` if the block does not hold
-    /// them all.
+    /// Returns the address, in this process, of `bytes` bytes from `origin` on. Returns `None` if
+    /// the block does not contain all of them.
     fn find(&self, origin: IpcOrigin, bytes: usize) -> Option<u64> {
         let IpcOrigin { context, address } = self.origin;
         let found = self
@@ -164,16 +164,16 @@ impl OpenedBlock {
     }
 }
 
-/// The parts of a description.
+/// The parts of an IPC description.
 pub(super) struct Description<'a> {
     /// The CUDA handle.
     pub(super) handle: [u8; HANDLE],
-    /// The identity of the device.
+    /// The UUID of the device.
     pub(super) uuid: &'a [u8],
     pub(super) origin: IpcOrigin,
 }
 
-/// Decodes a description of memory that another process has sent.
+/// Decodes an IPC description that another process has sent.
 pub(super) fn parts(words: &[u8]) -> Result<Description<'_>, CudaError> {
     let read = || {
         let (handle, rest) = words.split_first_chunk::<HANDLE>()?;
@@ -197,8 +197,8 @@ pub(super) fn parts(words: &[u8]) -> Result<Description<'_>, CudaError> {
     })
 }
 
-/// Returns the range of the memory that holds an address. Start and length are 0 if the driver does
-/// not tell. The context must be current.
+/// Returns the memory range that contains an address. Start and length are 0 if the driver does not
+/// report the range. The context must be current.
 fn range_of(address: u64) -> MemoryRange {
     use sys::CUpointer_attribute_enum as Attribute;
     let ask = |attribute| {
@@ -219,7 +219,7 @@ fn range_of(address: u64) -> MemoryRange {
         .unwrap_or_default()
 }
 
-/// Closes memory of another process once. The context must be current.
+/// Closes opened memory of another process once. The context must be current.
 pub(super) fn close(address: u64) {
     // SAFETY: opened in `ipc.rs`, closed once for that; work on it is over, as the owner of
     // memory has made sure before it drops it.

@@ -19,12 +19,12 @@ use super::library::DRIVER;
 use super::stream::RawStream;
 use crate::cuda::{source::Source, work::Grid};
 
-/// The number of arguments up to which a launch needs no heap allocation.
+/// The largest number of arguments for which a launch needs no heap allocation.
 const FEW: usize = 16;
 
 impl Gpu {
-    /// Issues a launch of the named function to `stream` and does not wait for the device. Compiles
-    /// and loads the function's source first if that was not done before.
+    /// Issues a launch of the function named `function` to `stream`. Does not wait for the device.
+    /// Compiles and loads the function's source if that was not done before.
     ///
     /// # Errors
     ///
@@ -84,7 +84,7 @@ impl Gpu {
 }
 
 impl RawStream {
-    /// Returns the stream as a `CUstream`, for other libraries.
+    /// Returns the stream as a `CUstream`, for use by other libraries.
     pub fn handle(&self) -> *mut c_void {
         self.raw.cast()
     }
@@ -94,7 +94,7 @@ impl RawStream {
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn fill(&self, to: DevicePlace, pattern: [u8; 4], width: usize) -> Result<(), CudaError> {
         let [first, second, ..] = pattern;
         let count = to.bytes / width;
@@ -128,7 +128,7 @@ impl RawStream {
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn copy(&self, from: DevicePlace, to: DevicePlace) -> Result<(), CudaError> {
         debug_assert!(from.bytes >= to.bytes);
         if to.bytes == 0 {
@@ -146,7 +146,7 @@ impl RawStream {
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn download(&self, from: DevicePlace, to: &mut [u8]) -> Result<(), CudaError> {
         debug_assert!(from.bytes >= to.len());
         if to.is_empty() {
@@ -161,12 +161,12 @@ impl RawStream {
         .map_err(|error| cuda("copying values from a CUDA device", error))
     }
 
-    /// Issues a copy of `from` to the device address `to`, where there must be room. The caller
-    /// must keep `from` alive until the work has ended.
+    /// Issues a copy of `from` to device memory at address `to`, which must have at least its
+    /// length. The caller must keep `from` alive until the work has ended.
     ///
     /// # Errors
     ///
-    /// If the driver refuses.
+    /// If the driver returns an error.
     pub fn upload(&self, from: &[u8], to: u64) -> Result<(), CudaError> {
         if from.is_empty() {
             return Ok(());
@@ -183,8 +183,8 @@ fn failed(source: &Source, function: &str, error: DriverError) -> CudaError {
     cuda(format!("launching {function} of {}", source.name()), error)
 }
 
-/// A function of the software driver for tests, which checks the order of work. It is told the
-/// memory that a launched function uses: (stream, address, bytes, 1 if written or else 0).
+/// A function of the software driver for tests, which checks the order of work. Its arguments
+/// describe memory that a launched function uses: (stream, address, bytes, 1 if written or else 0).
 type NoteUse = unsafe extern "C" fn(sys::CUstream, sys::CUdeviceptr, usize, i32);
 
 fn note_uses(stream: &RawStream, args: &[RawArg]) {

@@ -16,8 +16,8 @@ use std::sync::OnceLock;
 
 use super::no_cuda::{self, NoCuda};
 
-/// The driver. It is installed for the loader to find. The plain name is also that of the stub with
-/// which programs are linked.
+/// The CUDA driver, found on the loader's own path. A toolkit's stub, for linking programs, also
+/// has the name `libcuda.so`.
 pub(super) static DRIVER: CudaLibrary =
     CudaLibrary::new("CUDA driver", &["libcuda.so.1", "libcuda.so"], &[]);
 pub(super) static NVRTC: CudaLibrary = CudaLibrary::new(
@@ -38,18 +38,19 @@ pub(super) static NCCL: CudaLibrary =
 pub(super) struct CudaLibrary {
     /// The library's name in messages.
     pub(super) name: &'static str,
-    /// Its file names, best first.
+    /// The library's file names, the preferred one first.
     files: &'static [&'static str],
-    /// Folders of wheels that have it, below `site-packages/nvidia`.
+    /// Folders of Python wheels that contain the library, below `site-packages/nvidia`.
     wheels: &'static [&'static str],
-    /// Prefix of the file name of a second library, which this one opens later by its name alone.
-    /// The loader searches its own path only. So the second library is loaded beforehand, from the
-    /// folder of this one.
+    /// Prefix of the file name of a helper library, which this library later opens by name. The
+    /// loader would search only its own path for it. So the helper is loaded beforehand, from this
+    /// library's folder.
     helper: Option<&'static str>,
     loaded: OnceLock<Result<libloading::Library, NoCuda>>,
 }
 
-/// Returns the value of an environment variable; [`std::env::var_os`] except in tests.
+/// A function that returns the value of an environment variable: [`std::env::var_os`] except in
+/// tests.
 type Variable<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 impl CudaLibrary {
@@ -72,24 +73,24 @@ impl CudaLibrary {
         self
     }
 
-    /// Loads the library, unless that was done before, and checks that it has all functions
+    /// Loads the library, unless it is loaded already, and checks that it has all functions in
     /// `symbols`. Never panics.
     ///
     /// # Errors
     ///
-    /// If the library is not found or lacks some of them.
+    /// If the library is not found or lacks some of the functions.
     pub(super) fn check(&self, symbols: &[&str]) -> Result<(), NoCuda> {
         self.loaded().as_ref().map_err(NoCuda::clone)?;
         self.check_all(symbols, |symbol| self.has(symbol))
     }
 
-    /// Returns true if the library is found and has the function `symbol`.
+    /// Returns true if the library is found and has the function named `symbol`.
     pub(super) fn has(&self, symbol: &str) -> bool {
         // SAFETY: the function is only looked for: nothing is called through this type.
         unsafe { self.function::<unsafe extern "C" fn()>(symbol) }.is_some()
     }
 
-    /// Returns a function of the library, or `None` if the library is missing or lacks it.
+    /// Returns the function named `symbol`; `None` if the library is missing or lacks the function.
     ///
     /// # Safety
     ///
@@ -100,7 +101,7 @@ impl CudaLibrary {
         unsafe { library.get::<F>(symbol).ok().map(|found| *found) }
     }
 
-    /// Returns the error of a failed call, of which only the status is known.
+    /// Creates the error for a failed call, from its status alone.
     pub(super) fn refused(&self, call: &'static str, answer: u32) -> NoCuda {
         NoCuda::Refused {
             library: self.name,
@@ -192,8 +193,8 @@ impl CudaLibrary {
         })
     }
 
-    /// Loads the helpers of the library in a folder and never unloads them. Ignores errors: the
-    /// library itself will report missing helpers.
+    /// Loads the helper libraries in a folder and never unloads them. Ignores errors: the library
+    /// itself will report missing helpers.
     fn open_helpers(&self, folder: &Path) {
         let Some(helper) = self.helper else { return };
         let helpers = entries(folder).into_iter().filter(|file| {
@@ -206,7 +207,7 @@ impl CudaLibrary {
     }
 }
 
-/// Loads a library by its path, or by its name if the path is a name alone.
+/// Loads a library by its path. A bare file name is searched by the loader.
 fn open(file: &Path) -> Result<libloading::Library, libloading::Error> {
     // SAFETY: loading a library runs its initialisers. Only libraries of NVIDIA have these names,
     // and their initialisers are made to run in any program. A user able to put another file of
@@ -214,13 +215,13 @@ fn open(file: &Path) -> Result<libloading::Library, libloading::Error> {
     unsafe { libloading::Library::new(file) }
 }
 
-/// Returns the loader's own message about a file that it cannot load.
+/// Returns the loader's message about a file that it cannot load.
 fn loader_words(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Returns the folders of libraries of the CUDA toolkits: those named by the environment, then the
-/// usual one. They may not exist.
+/// Returns the library folders of CUDA toolkits: those named by `CUDA_HOME` and `CUDA_PATH`, then
+/// the default one. The folders may not exist.
 fn toolkits(variable: Variable<'_>) -> Vec<PathBuf> {
     let named = ["CUDA_HOME", "CUDA_PATH"]
         .into_iter()
@@ -237,8 +238,8 @@ fn toolkits(variable: Variable<'_>) -> Vec<PathBuf> {
     folders
 }
 
-/// Returns the existing folders of Python packages: those of the active environment, of the first
-/// `python3` on the path, of the user and of the system, then those of environments in `/opt`.
+/// Returns the existing folders of Python packages. Their order is: the active environment, the
+/// first `python3` on the path, the user's, the system's, then environments in `/opt`.
 fn packages(variable: Variable<'_>) -> Vec<PathBuf> {
     let mut environments: Vec<PathBuf> = set(variable, "VIRTUAL_ENV").into_iter().collect();
 
@@ -285,8 +286,9 @@ fn packages(variable: Variable<'_>) -> Vec<PathBuf> {
     found
 }
 
-/// Returns the paths in a folder: the longest names first, and among these the last in the
-/// alphabet. So `python3.12` comes before `python3.9`. Empty if the folder cannot be read.
+/// Returns the paths in a folder: longer names first, and names of one length in reverse
+/// alphabetical order. So `python3.12` comes before `python3.9`. Empty if the folder cannot be
+/// read.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -298,14 +300,14 @@ fn starts_with(name: &OsStr, start: &str) -> bool {
     name.as_encoded_bytes().starts_with(start.as_bytes())
 }
 
-/// Returns the path that an environment variable names. `None` if it is not set or empty.
+/// Returns the path in an environment variable; `None` if the variable is not set or empty.
 fn set(variable: Variable<'_>, name: &str) -> Option<PathBuf> {
     variable(name)
         .filter(|value| !value.is_empty())
         .map(PathBuf::from)
 }
 
-/// Converts the value of an environment variable for a message.
+/// Converts the value of an environment variable to text for a message.
 pub(super) fn text(value: OsString) -> String {
     value.to_string_lossy().into_owned()
 }

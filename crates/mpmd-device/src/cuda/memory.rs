@@ -13,11 +13,11 @@ use super::error::CudaError;
 use super::ipc_tables::{HANDLE, ShownRange, Words, parts};
 use super::spare_blocks::SpareBlocks;
 
-/// The bytes of the blocks that drivers of CUDA map. Smaller allocations share a block, and another
-/// process that opens one of them maps all of it.
+/// Size in bytes of the blocks that CUDA drivers map. Smaller allocations may share a block, and
+/// another process that opens one of them would map the whole block.
 const BLOCK: usize = 2 << 20;
 
-/// Allocates segments of a device's memory.
+/// An allocator of segments of a device's memory.
 ///
 /// It uses `cuMemAlloc`, because memory of the stream-ordered allocator cannot be shared with other
 /// processes through CUDA IPC.
@@ -31,8 +31,8 @@ pub(super) struct SegmentMemory {
     context: Arc<DeviceContext>,
     address: sys::CUdeviceptr,
     bytes: usize,
-    /// The IPC description for other processes, created at first use. `None` if the memory cannot
-    /// be shared.
+    /// The IPC description for other processes, created at first use. The inner `None` means that
+    /// the memory cannot be shared.
     words: OnceLock<Option<Words>>,
 }
 
@@ -121,8 +121,8 @@ impl Drop for SegmentMemory {
     }
 }
 
-/// Returns the description by which other processes open memory of this process, and notes the
-/// memory as shown. `None` if the driver refuses.
+/// Returns the IPC description by which other processes open this memory, and adds the memory to
+/// the table of exported memory. Returns `None` if the driver refuses.
 pub(super) fn export(
     context: &DeviceContext,
     address: sys::CUdeviceptr,
@@ -167,7 +167,7 @@ pub(super) fn export(
     }
 }
 
-/// Removes freed memory from the table of shown memory.
+/// Removes freed memory from the table of exported memory.
 pub(super) fn forget(context: &DeviceContext, words: &Words) {
     if let Ok(description) = parts(words) {
         context.shown().memory.lock().remove(&description.handle);

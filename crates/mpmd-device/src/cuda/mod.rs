@@ -99,7 +99,7 @@ pub use no_cuda::{CudaVersion, NoCuda, OLDEST};
 pub use stream::{RawStream, Stream};
 pub use stream_turn::{StreamTurn, WorkEnding};
 
-/// The elements that a copy moves, and the regions of the source and target buffers. See
+/// A region to copy, with the regions of the source and target buffers. See
 /// [`copy_region`](crate::copy::copy_region).
 #[derive(Clone, Copy)]
 pub struct RegionCopy<'a> {
@@ -107,19 +107,19 @@ pub struct RegionCopy<'a> {
     pub from: &'a Region,
     /// The region that the target buffer holds.
     pub to: &'a Region,
-    /// The elements to copy: a region within both.
+    /// The region to copy, which is within both buffers' regions.
     pub piece: &'a Region,
-    /// Bytes of an element.
+    /// Number of bytes per element.
     pub item_bytes: usize,
 }
 
 /// A callback that receives the result of work on a stream. It runs on the stream's waiter thread
-/// and must be short.
+/// and must be fast.
 pub type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
 
 /// The result and the times of work on a stream.
 pub struct WorkOutcome {
-    /// The first error from issuing the work or from running it.
+    /// The first error of issuing or running the work.
     pub result: Result<(), CudaError>,
     /// The times of the work, if [`Gpu::keep_time`] was called and the work succeeded.
     pub times: Option<WorkTimes>,

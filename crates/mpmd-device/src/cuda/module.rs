@@ -20,24 +20,24 @@ use super::library::DRIVER;
 use crate::cuda::source::Source;
 use crate::cuda::source::SourceKind;
 
-/// Dynamic shared memory in bytes that a block can have without a request to the driver.
+/// Dynamic shared memory in bytes that a thread block can use without a request to the driver.
 const SHARED_BYTES: u32 = 48 << 10;
-/// Room in bytes for the driver's log when it refuses a module.
+/// Size in bytes of the buffer for the driver's log when it refuses a module.
 const LOG_BYTES: usize = 8 << 10;
 
 /// The modules loaded on one device.
 pub(super) struct Modules {
     context: Arc<DeviceContext>,
     architecture: Architecture,
-    /// Keyed by the address of the source.
+    /// The sources and their modules, by the address of the source.
     slots: RwLock<HashMap<usize, Arc<ModuleSlot>>>,
 }
 
-/// A source that was announced or launched, and its module.
+/// A source that was announced or launched, with its module.
 struct ModuleSlot {
     source: &'static Source,
-    /// The loaded module, or the error. Created by the first thread that needs it; other threads
-    /// wait.
+    /// The loaded module, or the error. The first thread that needs the module creates it; other
+    /// threads wait.
     module: OnceLock<Result<Module, CudaError>>,
 }
 
@@ -52,15 +52,16 @@ unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
-/// A function that can be launched.
+/// A loaded function that can be launched.
 pub(super) struct LoadedFunction {
     name: Box<str>,
     raw: sys::CUfunction,
-    /// Sizes of the parameters in bytes, if the driver reports them.
+    /// Sizes of the parameters in bytes; `None` if the driver does not report them.
     parameters: Option<Vec<usize>>,
-    /// The bytes of shared memory that the function declares itself.
+    /// Bytes of static shared memory that the function declares.
     own_shared: u32,
-    /// The dynamic shared memory in bytes that a launch can have without another request.
+    /// Bytes of dynamic shared memory that a launch can use without a further request to the
+    /// driver.
     shared_bytes: AtomicU32,
 }
 
@@ -73,7 +74,8 @@ impl Modules {
         }
     }
 
-    /// Registers a source that will be used, so that its first launch logs no warning.
+    /// Registers a source before its first launch. The launch then logs no warning that it
+    /// compiles.
     pub(super) fn announce(&self, source: &'static Source) {
         if self.slots.read().contains_key(&key(source)) {
             return;
@@ -84,25 +86,25 @@ impl Modules {
             .or_insert_with(|| Arc::new(ModuleSlot::new(source)));
     }
 
-    /// Compiles and loads a source, unless that was done before. Waits if another thread is doing
-    /// so.
+    /// Compiles and loads a source, unless it is loaded already. Waits if another thread is loading
+    /// it.
     ///
     /// # Errors
     ///
-    /// If it does not compile, NVRTC is missing, or the driver refuses the module. The same error
-    /// is returned at every call.
+    /// If the source does not compile, NVRTC is missing, or the driver refuses the module. Every
+    /// call returns the same error.
     pub(super) fn make_ready(&self, source: &'static Source) -> Result<(), CudaError> {
         self.announce(source);
         let slot = self.slots.read().get(&key(source)).cloned();
         slot.map_or(Ok(()), |slot| self.module(&slot).map(|_| ()))
     }
 
-    /// Calls `then` with the function of this name, after compiling and loading its source if that
-    /// was not done before. Returns the result of `then`.
+    /// Calls `then` with the function named `function`, and returns the result of `then`. Compiles
+    /// and loads the source first if it is not loaded.
     ///
     /// # Errors
     ///
-    /// Those of [`Modules::make_ready`] and of `then`, or if there is no such function.
+    /// Returns the errors of [`Modules::make_ready`] and of `then`. If there is no such function.
     pub(super) fn with_function<T>(
         &self,
         source: &'static Source,
@@ -135,7 +137,7 @@ impl Modules {
         found.map_or_else(|| Err(no_function(source, function)), then)
     }
 
-    /// Loads the source and adds the function to its module's list.
+    /// Loads the source, looks up the function, and adds it to the module's list.
     fn find(
         &self,
         source: &'static Source,
@@ -209,8 +211,8 @@ impl ModuleSlot {
 }
 
 impl Module {
-    /// Loads a module and all its functions, so that no function is loaded at its first launch.
-    /// Drivers before 12.4 load only the module. The context must be current.
+    /// Loads a module and all its functions, so that a first launch has nothing to load. Drivers
+    /// before 12.4 load only the module. The context must be current.
     fn load(source: &Source, image: &compile::Image) -> Result<Self, CudaError> {
         let mut log = vec![0u8; LOG_BYTES];
         let mut options = [
@@ -255,8 +257,8 @@ impl Module {
         Ok(module)
     }
 
-    /// Loads all functions now, which drivers since 12.4 support. Older ones load each function at
-    /// its first launch. Failures are only logged.
+    /// Loads all functions of the module. Drivers before 12.4 cannot, and load each function at its
+    /// first launch. Failures are only logged.
     fn load_functions(&self) {
         if ![
             "cuModuleGetFunctionCount",
@@ -331,7 +333,7 @@ impl LoadedFunction {
     }
 
     /// Returns an error if the number of arguments, or their sizes in bytes, differ from the
-    /// function's parameters. Checks nothing if the driver does not report these.
+    /// function's parameters. Checks nothing if the driver does not report the parameters.
     pub(super) fn check(
         &self,
         source: &Source,
@@ -359,12 +361,13 @@ impl LoadedFunction {
         ))
     }
 
-    /// Allows launches with this many bytes of dynamic shared memory, on a device whose blocks have
-    /// at most `most` bytes. Asks the driver only if it is more than before.
+    /// Allows launches with `bytes` bytes of dynamic shared memory. `most` is the limit of shared
+    /// memory for a block on this device. Calls the driver only if `bytes` exceeds what is allowed
+    /// already.
     ///
     /// # Errors
     ///
-    /// If a block of the device has less, or the driver refuses.
+    /// If a block would need more than `most` bytes, or the driver refuses.
     pub(super) fn allow_shared(
         &self,
         source: &Source,
@@ -397,7 +400,7 @@ impl LoadedFunction {
     }
 }
 
-/// Returns the source's address, which identifies it: sources are static.
+/// Returns the address of a source, which identifies it, since sources are static.
 fn key(source: &'static Source) -> usize {
     std::ptr::from_ref(source).addr()
 }
@@ -410,7 +413,7 @@ fn no_function(source: &Source, function: &str) -> CudaError {
     )
 }
 
-/// Returns the size in bytes of each parameter. `None` with drivers before 12.4.
+/// Returns the size in bytes of each parameter; `None` for drivers before 12.4.
 fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
     if !DRIVER.has("cuFuncGetParamInfo") {
         return None;

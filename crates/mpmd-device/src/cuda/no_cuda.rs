@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-/// A version of CUDA, of one of its libraries, or of an architecture.
+/// A version of CUDA or of one of its libraries, or a compute capability.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct CudaVersion {
     /// The number before the point.
@@ -13,12 +13,12 @@ pub struct CudaVersion {
     pub minor: u32,
 }
 
-/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault. Its
-/// serialized form is its text.
+/// A reason in the environment why CUDA or one of its libraries cannot be used. Its serialized form
+/// is its text.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoCuda {
-    /// None of the library's file names can be loaded.
+    /// No file with one of the library's names can be loaded.
     #[error(
         "no {library} found: looked for {} in the loader's own folders, in LD_LIBRARY_PATH ({}), \
          and in {}{}",
@@ -34,10 +34,10 @@ pub enum NoCuda {
         looked_for: Vec<String>,
         /// The value of `LD_LIBRARY_PATH`, if set.
         library_path: Option<String>,
-        /// The other folders that were searched, whether they exist or not. Some have several
+        /// The other folders that were searched, even if they do not exist. A path may list several
         /// names in braces, as in a shell.
         folders: Vec<String>,
-        /// The loader's reasons for files that exist but cannot be loaded.
+        /// The loader's messages for files that exist but cannot be loaded.
         failed: Vec<String>,
     },
     /// The library lacks functions: it is incomplete or too old for this program.
@@ -45,23 +45,24 @@ pub enum NoCuda {
     NoSymbols {
         /// The library's name in messages.
         library: &'static str,
-        /// The missing functions.
+        /// The names of the missing functions.
         symbols: Vec<String>,
     },
-    /// A function of the library fails. This includes a kernel module that is missing or of another
-    /// version.
+    /// A function of the library fails, for instance since the kernel module is missing or has
+    /// another version.
     #[error("no {library} found that can be used: {call} fails with {name} ({text})")]
     Refused {
         /// The library's name in messages.
         library: &'static str,
-        /// The function that was called.
+        /// The name of the function that was called.
         call: &'static str,
         /// The name of the error.
         name: String,
         /// The library's description of the error.
         text: String,
     },
-    /// The library found as the driver is the stub of a CUDA toolkit, which only the linker needs.
+    /// The library that was found as the driver is the stub of a CUDA toolkit, which is only for
+    /// the linker.
     #[error(
         "no CUDA driver found that can be used: libcuda.so is the stub of a CUDA toolkit, which is \
          for linking only; take the toolkit's folder `stubs` out of LD_LIBRARY_PATH ({})",
@@ -119,7 +120,7 @@ pub const OLDEST: CudaVersion = CudaVersion {
 };
 
 impl CudaVersion {
-    /// Converts CUDA's number for a version: 12080 is 12.8.
+    /// Converts CUDA's number of a version: 12080 is 12.8.
     pub fn of_number(number: u32) -> Self {
         Self {
             major: number / 1000,

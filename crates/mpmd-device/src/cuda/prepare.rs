@@ -15,18 +15,19 @@ use crate::cuda::source::SourceKind;
 use crate::cuda::spare_blocks::place;
 use crate::cuda::work::{Math, Types};
 
-/// The dtypes of the first products, their rows and columns, and the bytes of a matrix.
+/// The dtypes of the first products. The constants below are a matrix's rows and columns, and its
+/// bytes.
 const FIRST_DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::Bf16];
 const FIRST_SIDE: u8 = 16;
 const FIRST_BYTES: usize = FIRST_SIDE as usize * FIRST_SIDE as usize * 8;
 
 impl Gpu {
-    /// Prepares these sources, so that no launch waits for it. Blocks until all are ready, or one
-    /// cannot be prepared. `pool` is that of the device's memory.
+    /// Compiles and loads these sources, so that no launch has to wait for that. Blocks until all
+    /// are ready, or one fails. `pool` is the pool of the device's memory.
     ///
     /// # Errors
     ///
-    /// The error of the first source that cannot be prepared.
+    /// Returns the error of the first source that cannot be prepared.
     pub fn prepare(
         self: &Arc<Self>,
         pool: &Pool,
@@ -61,7 +62,7 @@ impl Gpu {
     }
 
     /// Issues a small product of each dtype, because cuBLAS loads its kernels at their first use.
-    /// Does not wait for the device. A device that lacks a dtype is no error: another kernel may
+    /// Does not wait for the device. A dtype that the device lacks is no error, since kernels may
     /// not need it.
     pub(super) fn first_products(&self, blas: &Blas, pool: &Pool) {
         let failed = |error: &dyn std::fmt::Display| {

@@ -29,30 +29,30 @@ pub struct Source {
     smaller: Option<Smaller>,
 }
 
-/// The source of functions with less shared memory, for devices that do not have enough for
-/// another source.
+/// An alternative source whose functions use less shared memory, for devices with less of it.
 #[derive(Clone, Copy)]
 struct Smaller {
-    /// Bytes of shared memory of a block from which on a device does not need it.
+    /// Devices whose blocks have at least this number of bytes of shared memory do not need the
+    /// alternative.
     below: u32,
     source: &'static Source,
 }
 
-/// The kind of a source.
+/// The language of a source.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum SourceKind {
     /// CUDA C for NVRTC.
     Cuda {
-        /// True if each product and sum is rounded by itself.
+        /// True if each product and each sum is rounded separately.
         exact: bool,
     },
     /// PTX, which the driver compiles.
     Ptx,
-    /// A placeholder without text: cuBLAS's handle and workspace.
+    /// A placeholder without text. Preparing it creates cuBLAS's handle and workspace.
     Cublas,
 }
 
-/// The source to list in `Kernel::cuda` by a kernel that calls `Cuda::gemm`. cuBLAS is then
+/// The placeholder that a kernel lists in `Kernel::cuda` if it calls `Cuda::gemm`. cuBLAS is then
 /// initialised before the kernel runs.
 pub static CUBLAS: Source = Source {
     name: "cuBLAS",
@@ -62,11 +62,11 @@ pub static CUBLAS: Source = Source {
 };
 
 impl Source {
-    /// Returns a source in CUDA C; `name` appears in messages.
+    /// Creates a source in CUDA C; `name` appears in messages.
     ///
-    /// NVRTC compiles it for each device's own architecture, without fast approximations. Declare
-    /// functions to launch as `extern "C" __global__`. NVRTC's own headers are available. Those of
-    /// the CUDA toolkit are available too, if `CUDA_HOME` or `CUDA_PATH` names the toolkit.
+    /// NVRTC compiles the source for each device's own architecture, without fast approximations.
+    /// Declare functions to launch as `extern "C" __global__`. NVRTC's own headers are available.
+    /// Headers of the CUDA toolkit are available if `CUDA_HOME` or `CUDA_PATH` names the toolkit.
     pub const fn cuda(name: &'static str, text: &'static str) -> Self {
         Self {
             name,
@@ -76,7 +76,7 @@ impl Source {
         }
     }
 
-    /// Returns a source in PTX, which goes to the driver unchanged; `name` appears in messages.
+    /// Creates a source in PTX, which the driver gets unchanged; `name` appears in messages.
     pub const fn ptx(name: &'static str, text: &'static str) -> Self {
         Self {
             name,
@@ -86,9 +86,9 @@ impl Source {
         }
     }
 
-    /// Returns the source with another one beside it, which is prepared with it on devices whose
-    /// blocks have less than `below` bytes of shared memory. The code that launches the functions
-    /// chooses between the two by `Cuda::shared_bytes`.
+    /// Adds an alternative source, which is also prepared on devices whose blocks have less than
+    /// `below` bytes of shared memory. The code that launches the functions chooses between the two
+    /// sources by `Cuda::shared_bytes`.
     #[must_use]
     pub const fn or_below(self, below: u32, source: &'static Self) -> Self {
         Self {
@@ -97,16 +97,16 @@ impl Source {
         }
     }
 
-    /// Returns the source to prepare with this one on a device whose blocks have `bytes` bytes of
-    /// shared memory.
+    /// Returns the alternative source to prepare on a device whose blocks have `bytes` bytes of
+    /// shared memory; `None` if there is none for it.
     pub(crate) fn smaller_for(&self, bytes: u32) -> Option<&'static Self> {
         self.smaller
             .filter(|smaller| bytes < smaller.below)
             .map(|smaller| smaller.source)
     }
 
-    /// Returns the source with each product and each sum rounded separately, as on the host:
-    /// nothing is fused (`--fmad=false`). Changes only sources in CUDA C.
+    /// Makes each product and each sum round separately, as on the host: nothing is fused
+    /// (`--fmad=false`). Changes only sources in CUDA C.
     #[must_use]
     pub const fn exact(self) -> Self {
         let kind = match self.kind {

@@ -6,8 +6,8 @@ use mpmd_base::block::Mutex;
 use mpmd_memory::OwnedBuffer;
 use mpmd_memory::{DevicePlace, Fence};
 
-/// Returns the device memory of a buffer: its device, address and bytes. For a host buffer, a place
-/// of 0 bytes.
+/// Returns the device memory of a buffer: its device, address and bytes. A host buffer gives 0
+/// bytes.
 pub fn place(buffer: &OwnedBuffer) -> DevicePlace {
     // A pool of a CUDA device returns memory of that device.
     buffer.device().unwrap_or(DevicePlace {
@@ -17,8 +17,8 @@ pub fn place(buffer: &OwnedBuffer) -> DevicePlace {
     })
 }
 
-/// Removes and returns the last block of exactly this many bytes from a list. `None` if it has
-/// none.
+/// Removes and returns the last block of exactly `bytes` bytes from a list. Returns `None` if there
+/// is no such block.
 pub fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> {
     let index = blocks
         .iter()
@@ -26,14 +26,14 @@ pub fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> 
     Some(blocks.remove(index))
 }
 
-/// Scratch blocks of earlier calls, kept for later ones. Because one stream runs its work in order,
-/// a later call need not wait for the earlier one to end. The blocks count as used device memory.
+/// Scratch blocks of earlier calls, for reuse by later calls. One stream runs all calls in order,
+/// so a later call need not wait for an earlier one to end. The blocks count as used device memory.
 #[derive(Debug, Default)]
 pub struct SpareBlocks(Mutex<KeptBlocks>);
 
 #[derive(Debug, Default)]
 struct KeptBlocks {
-    /// In the order of their last use.
+    /// The blocks, least recently used first.
     blocks: Vec<OwnedBuffer>,
     bytes: usize,
     /// The most scratch bytes that one call has used so far.
@@ -41,9 +41,9 @@ struct KeptBlocks {
 }
 
 impl SpareBlocks {
-    /// Keeps the scratch blocks of a call for later calls. `used` is the call's scratch memory in
-    /// bytes, and `fence` is passed at the end of its work. Drops the least recently used blocks
-    /// beyond twice the memory of the largest call.
+    /// Stores the scratch blocks of a call for later calls. `used` is the call's scratch memory in
+    /// bytes, and `fence` is the end of its work. Keeps at most twice the memory of the largest
+    /// call, and drops the least recently used blocks beyond that.
     pub fn keep(&self, blocks: Vec<OwnedBuffer>, used: usize, fence: &Arc<dyn Fence>) {
         let mut kept = self.0.lock();
         kept.most = kept.most.max(used);
@@ -66,7 +66,7 @@ impl SpareBlocks {
         kept.blocks.drain(..drop_first);
     }
 
-    /// Takes a kept block with room for `bytes`, if there is one.
+    /// Takes a stored block of exactly `bytes` bytes, if there is one.
     pub fn take(&self, bytes: usize) -> Option<OwnedBuffer> {
         let mut kept = self.0.lock();
         let block = take(&mut kept.blocks, bytes)?;
@@ -74,13 +74,13 @@ impl SpareBlocks {
         Some(block)
     }
 
-    /// Returns all blocks to their pool, which can reuse them once the work that uses them has
+    /// Returns all blocks to their pool. The pool can reuse a block after the work that uses it has
     /// ended.
     pub fn clear(&self) {
         drop(self.take_all());
     }
 
-    /// Takes all blocks.
+    /// Removes and returns all blocks.
     pub(super) fn take_all(&self) -> Vec<OwnedBuffer> {
         let mut kept = self.0.lock();
         kept.bytes = 0;

@@ -17,15 +17,15 @@ use super::stream_clock::StreamClock;
 use super::stream_turn::StreamTurn;
 use super::{Then, WorkOutcome};
 
-/// The number of unused events from which a stream keeps no more for reuse. A stream needs about
-/// one for each piece of work in flight.
+/// The most unused events that a stream keeps for reuse. A stream needs about one event for each
+/// piece of work in flight.
 const MOST_SPARE: usize = 1024;
 
-/// A CUDA stream with a waiter thread. Dropping it lets issued work finish.
+/// A CUDA stream with a waiter thread. After it is dropped, issued work still finishes.
 pub struct Stream {
     pub(super) stream: Arc<RawStream>,
-    /// The number of pieces of work issued so far. Locked while work is issued, so that one piece
-    /// stays together and ends are reported in order.
+    /// The number of pieces of work issued so far. The lock is held while a piece is issued, so
+    /// that pieces do not mix and their ends are in order.
     pub(super) issuing: Mutex<u64>,
     pub(super) ends: Arc<StreamEnds>,
 }
@@ -34,7 +34,7 @@ pub struct Stream {
 pub struct RawStream {
     pub(super) context: Arc<DeviceContext>,
     pub(super) raw: sys::CUstream,
-    /// False if another library made the stream, and destroys it.
+    /// False if another library has created the stream and will destroy it.
     pub(super) is_own: bool,
 }
 
@@ -44,13 +44,13 @@ unsafe impl Send for RawStream {}
 // SAFETY: as above.
 unsafe impl Sync for RawStream {}
 
-/// The work of a stream that was issued and has not ended, in order.
+/// The issued work of a stream that has not ended, in order.
 #[derive(Default)]
 pub(super) struct StreamEnds {
     state: Mutex<PendingEnds>,
     changed: Condvar,
     spare: Mutex<Vec<RawEvent>>,
-    /// Set if begin and end times are recorded.
+    /// The clock for begin and end times, if times are recorded.
     pub(super) clock: OnceLock<StreamClock>,
 }
 
@@ -62,25 +62,25 @@ struct PendingEnds {
 
 struct PendingEnd {
     event: Arc<StreamEvent>,
-    /// The error from issuing the work, if any.
+    /// The result of issuing the work.
     issued: Result<(), CudaError>,
 }
 
-/// A point in a stream: the end of one piece of work. Also the fence for the memory that the work
-/// uses.
+/// The end of one piece of work in a stream. It is also the fence for memory that the work uses.
 pub(super) struct StreamEvent {
-    /// `None` if nothing was issued, or if the event could not be created or recorded. In the
-    /// second case the work has ended, or the device counts as failed and the work as lost.
+    /// The CUDA event. `None` if nothing was issued, or if the event could not be created or
+    /// recorded. Without an event, issued work has ended, or the device has failed and the work
+    /// counts as lost.
     raw: Option<RawEvent>,
     /// The event recorded before the work, if times are recorded.
     begin: Option<RawEvent>,
-    /// The host's time in nanoseconds when the work was issued; 0 if times are not recorded.
+    /// The host's time in nanoseconds at which the work was issued; 0 if times are not recorded.
     pub(super) issued_at: u64,
-    /// The number of the work in its stream, counted from 1.
+    /// The number of this piece of work in its stream, counted from 1.
     number: u64,
     stream: Arc<RawStream>,
     over: Latch,
-    /// True if the event counts as passed although the work may still be running.
+    /// True if the fence counts as passed, although the work may still be running.
     lost: AtomicBool,
     /// The work's error message, if it failed.
     failure: OnceLock<String>,
@@ -88,12 +88,12 @@ pub(super) struct StreamEvent {
     ends: Weak<StreamEnds>,
 }
 
-/// The begin of a piece of work. Empty if times are not recorded.
+/// The begin of a piece of work. It is empty if times are not recorded.
 #[derive(Default)]
 pub(super) struct WorkBegin {
-    /// The event before the work.
+    /// The event that was recorded before the work.
     pub(super) event: Option<RawEvent>,
-    /// The host's time in nanoseconds when the work was issued.
+    /// The host's time in nanoseconds at which the work was issued.
     pub(super) issued_at: u64,
 }
 
@@ -101,8 +101,8 @@ pub(super) struct WorkBegin {
 #[derive(Default)]
 struct EndReport {
     then: Option<Box<dyn FnOnce(WorkOutcome) + Send>>,
-    /// The result, if it came before the callback was set. Set only after all fence callbacks have
-    /// run.
+    /// The outcome, if the work ended before the callback was set. It is set only after all fence
+    /// callbacks have run.
     ended: Option<WorkOutcome>,
 }
 
@@ -115,7 +115,7 @@ unsafe impl Send for RawEvent {}
 // SAFETY: as above.
 unsafe impl Sync for RawEvent {}
 
-/// The flag of a normal wait for an event.
+/// The driver's flag for a default wait for an event.
 pub(super) const WAIT_DEFAULT: u32 = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;
 
 impl Stream {
@@ -153,13 +153,13 @@ impl Stream {
         })
     }
 
-    /// Issues work that runs after `after` and after everything issued here before. Does not wait
-    /// for the device.
+    /// Issues work that runs after the fences `after` and after all work issued to this stream
+    /// before. Does not wait for the device.
     ///
-    /// Returns a fence at the end of the work, for the memory that the work uses. Once the device
-    /// has passed it, calls `then` with the first error from issuing or running the work: on the
-    /// waiter thread, or on this thread before this returns, if the work has already ended. If only
-    /// part of the work could be issued, the fence is behind that part.
+    /// Returns a fence at the end of the work, for the memory that the work uses. After the device
+    /// has passed it, calls `then` with the first error of issuing or running the work. `then` runs
+    /// on the waiter thread, or on this thread before the return if the work has already ended. If
+    /// only part of the work could be issued, the fence is behind that part.
     pub fn submit(
         &self,
         after: &[&Fences],
@@ -179,8 +179,8 @@ impl Stream {
         fence
     }
 
-    /// Returns the raw stream, for other libraries. Work is issued to it through [`Stream::submit`]
-    /// or [`Stream::turn`].
+    /// Returns the raw stream, for other libraries. To issue work of this framework, call
+    /// [`Stream::submit`] or [`Stream::turn`].
     pub(super) fn stream(&self) -> &RawStream {
         &self.stream
     }
@@ -190,8 +190,8 @@ impl Stream {
         StreamTurn::new(self, self.issuing.lock())
     }
 
-    /// Returns true if all `fences` belong to this stream. Then their callbacks run before those of
-    /// later work on it. False if `fences` is empty.
+    /// Returns true if all `fences` belong to this stream, so that their callbacks run before those
+    /// of later work on this stream. Returns false if `fences` is empty.
     pub fn has_issued_all(&self, fences: &Fences) -> bool {
         let mine = |fence: &Arc<dyn Fence>| {
             let event = (&**fence as &dyn Any).downcast_ref::<StreamEvent>();
@@ -201,8 +201,8 @@ impl Stream {
     }
 
     /// Records begin and end times of work on this stream from now on. `now` returns nanoseconds
-    /// since an arbitrary origin. Must be called before any work is issued. Waits for the device. A
-    /// second call has no effect.
+    /// since an arbitrary origin. Waits for the device. Call it before any work is issued. A second
+    /// call has no effect.
     pub(super) fn keep_time(
         &self,
         now: Box<dyn Fn() -> u64 + Send + Sync>,
@@ -223,7 +223,7 @@ impl Drop for Stream {
 
 impl RawStream {
     /// Makes later work on this stream wait, on the device, for the work before `fence`. Fails if
-    /// the fence is not a CUDA device's.
+    /// the fence does not belong to a CUDA device.
     pub(super) fn come_after(&self, fence: &dyn Fence) -> Result<(), CudaError> {
         if fence.is_over() {
             return Ok(());
@@ -252,8 +252,8 @@ impl RawStream {
 }
 
 impl RawStream {
-    /// Blocks the thread until the device has finished everything issued to the stream so far. The
-    /// context must be current. Fails if the device has.
+    /// Blocks the thread until the device has finished all work issued to the stream so far. The
+    /// context must be current. Fails if the device has failed.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: the stream is alive and its context bound by this thread.
         unsafe { calls::cuStreamSynchronize(self.raw) }
@@ -278,8 +278,8 @@ impl Drop for RawStream {
 }
 
 impl StreamEnds {
-    /// Appends the end of a piece of work and wakes the waiter thread. The caller holds the issue
-    /// lock.
+    /// Appends the end of a piece of work and wakes the waiter thread. The caller must hold the
+    /// lock [`Stream::issuing`].
     pub(super) fn push(&self, event: Arc<StreamEvent>, issued: Result<(), CudaError>) {
         self.state
             .lock()
@@ -288,7 +288,7 @@ impl StreamEnds {
         self.changed.notify_one();
     }
 
-    /// Records an event in the stream, behind everything issued so far.
+    /// Records an event in the stream, behind all work issued so far.
     pub(super) fn record(&self, stream: &RawStream) -> Result<RawEvent, CudaError> {
         let spare = self.spare.lock().pop();
         let event = match spare {
@@ -312,8 +312,8 @@ impl StreamEnds {
         }
     }
 
-    /// Keeps an unused event for reuse and returns `None`. Returns the event if [`MOST_SPARE`] are
-    /// kept.
+    /// Keeps an unused event for reuse and returns `None`. If [`MOST_SPARE`] events are kept
+    /// already, returns the event.
     pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
         let mut spare = self.spare.lock();
         if spare.len() >= MOST_SPARE {
@@ -323,8 +323,8 @@ impl StreamEnds {
         None
     }
 
-    /// Runs the waiter thread: waits for each end in order and calls its callbacks. Returns when
-    /// the stream was dropped and all work has ended.
+    /// Runs the waiter thread: waits for the end of each piece of work in order, and calls its
+    /// callbacks. Returns after the stream was dropped and all work has ended.
     fn tell_all(&self, stream: &RawStream) {
         // A failure shows up when events are waited for.
         let _ = stream.context.bind();
@@ -374,7 +374,7 @@ impl StreamEvent {
     }
 
     /// Returns the device times in nanoseconds from this event to the begin and to the end of the
-    /// work that ends at `other`. `None` if one of them is not known.
+    /// work that ends at `other`. Returns `None` if one of them is unknown.
     pub(super) fn until(&self, other: &Self) -> Option<[f64; 2]> {
         let from = self.raw.as_ref()?;
         let begin = other.begin.as_ref()?;
@@ -402,7 +402,7 @@ impl StreamEvent {
         guarded(|| then(ended));
     }
 
-    /// Sets the callback that receives the result of the work. It runs on the waiter thread, or
+    /// Sets the callback that receives the outcome of the work. It runs on the waiter thread, or
     /// immediately on this thread if the work has ended.
     pub(super) fn on_end(&self, then: Box<dyn FnOnce(WorkOutcome) + Send>) {
         let mut told = self.told.lock();
@@ -415,8 +415,8 @@ impl StreamEvent {
     }
 }
 
-/// Calls a completion callback. A panic is logged and does not keep the other callbacks from
-/// running.
+/// Calls a completion callback. If it panics, logs the panic, so that the other callbacks still
+/// run.
 fn guarded(then: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(then)).is_err() {
         tracing::error!("a callback for the end of CUDA device work panicked");
@@ -470,7 +470,7 @@ impl RawEvent {
         self.0
     }
 
-    /// Records the event behind everything issued to the stream.
+    /// Records the event in the stream, behind all work issued so far.
     pub(super) fn record(&self, stream: &RawStream) -> Result<(), CudaError> {
         // SAFETY: event and stream are of the context that is bound, and alive.
         unsafe { calls::cuEventRecord(self.0, stream.raw) }
@@ -478,7 +478,8 @@ impl RawEvent {
             .map_err(|error| cuda("recording an event", error))
     }
 
-    /// Blocks the thread, asleep, until the device has reached the event. Fails if the device has.
+    /// Blocks the thread, asleep, until the device has reached the event. Fails if the device has
+    /// failed.
     pub(super) fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: the event is alive and its context bound by this thread.
         unsafe { calls::cuEventSynchronize(self.0) }

@@ -9,23 +9,23 @@ use super::WorkTimes;
 use super::error::CudaError;
 use super::stream::{Stream, StreamEvent, WorkBegin, create_event};
 
-/// The number of attempts to measure the initial offset, and the error in nanoseconds that ends
-/// them early.
+/// The most attempts to measure the initial offset. An attempt with an error below the second
+/// constant, in nanoseconds, ends them.
 const TRIES: usize = 5;
 const LITTLE_DOUBT: u64 = 20_000;
 
 /// Converts a stream's event times to the host's clock.
 ///
-/// A device reports only the time between two events. So the clock starts with one event, recorded
-/// while the device is idle, and measures its host time. Each later end is computed from the
-/// preceding one, which keeps the measured spans short. Because the two clocks drift, results are
-/// clamped: no work begins before it was issued or ends after its end was observed.
+/// A device reports only the time between two events. So the clock starts with an event that is
+/// recorded while the device is idle, and measures its host time. Each later end is computed from
+/// the preceding one, which keeps the measured spans short. Because the two clocks drift, results
+/// are clamped: no work begins before it was issued or ends after its end was observed.
 pub(super) struct StreamClock {
     now: Box<dyn Fn() -> u64 + Send + Sync>,
     known: Mutex<KnownTime>,
 }
 
-/// The last event with a known time, and that time in nanoseconds of the host's clock.
+/// The last event with a known time, and its time in nanoseconds of the host's clock.
 struct KnownTime {
     event: Arc<StreamEvent>,
     nanos: f64,
@@ -69,8 +69,8 @@ impl StreamClock {
     }
 
     /// Returns the begin and end times of the work that ended at `event`, which the device has just
-    /// passed. The waiter thread must call this once per event, in order. `None` if the event
-    /// records no times.
+    /// passed. Returns `None` if the event records no times. The waiter thread must call this once
+    /// per event, in order.
     pub(super) fn times(&self, event: &Arc<StreamEvent>) -> Option<WorkTimes> {
         let mut known = self.known.lock();
         let before = known.nanos;
@@ -92,9 +92,9 @@ impl StreamClock {
     }
 }
 
-/// Shifts the span from `begin` to `end`, in nanoseconds, into the interval from `earliest` to
-/// `seen` on the host's clock, and shortens it if it is too long. If `seen` is before `earliest`,
-/// the result is at `earliest`.
+/// Shifts the span from `begin` to `end` into the interval from `earliest` to `seen`, and shortens
+/// it if it is longer. All times are in nanoseconds of the host's clock. If `seen` is before
+/// `earliest`, the result is at `earliest`.
 fn on_host(begin: f64, end: f64, earliest: f64, seen: f64) -> (f64, f64) {
     let shift = if begin < earliest {
         earliest - begin

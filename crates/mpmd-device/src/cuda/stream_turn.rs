@@ -9,21 +9,22 @@ use super::WorkOutcome;
 use super::error::CudaError;
 use super::stream::{RawStream, Stream, StreamEvent, WorkBegin};
 
-/// Exclusive access to a [`Stream`] for issuing one piece of work. Nothing else is issued in
+/// Exclusive access to a [`Stream`] for issuing one piece of work. No other work is issued in
 /// between.
 ///
-/// First name the fences that the work runs [after](StreamTurn::come_after), then
-/// [begin](StreamTurn::begin), then issue, and finally [end](StreamTurn::end), even after an error.
-/// Only `end` creates the fence behind the issued work.
+/// Call the methods in this order: [`come_after`](StreamTurn::come_after) with the fences that the
+/// work must follow, then [`begin`](StreamTurn::begin), then issue the work, and finally
+/// [`end`](StreamTurn::end), even after an error. Only `end` creates the fence behind the issued
+/// work.
 pub struct StreamTurn<'a> {
     line: &'a Stream,
     issuing: MutexGuard<'a, u64>,
     begin: WorkBegin,
-    /// True once work may have been issued to the stream in this turn.
+    /// True after `begin`: work may have been issued to the stream in this turn.
     has_begun: bool,
 }
 
-/// A handle to the end of issued work, for its fence and its completion callback.
+/// A handle to the end of issued work, which gives its fence and sets its completion callback.
 #[must_use = "errors of the issued work are reported only through `then`"]
 pub struct WorkEnding(Arc<StreamEvent>);
 
@@ -37,11 +38,12 @@ impl<'a> StreamTurn<'a> {
         }
     }
 
-    /// Makes the work wait, on the device, for all of `fences`.
+    /// Makes the work wait, on the device, for all `fences`.
     ///
     /// # Errors
     ///
-    /// If work before a fence has failed, the device has failed, or a fence is not a CUDA device's.
+    /// If work before a fence has failed, the device has failed, or a fence does not belong to a
+    /// CUDA device.
     pub fn come_after(&self, fences: &Fences) -> Result<(), CudaError> {
         if let Some(why) = fences.failure() {
             return Err(CudaError::new("using a result of earlier work", "", why));
@@ -55,8 +57,8 @@ impl<'a> StreamTurn<'a> {
             .try_for_each(|fence| self.line.stream.come_after(&**fence))
     }
 
-    /// Makes the device's context current on this thread and returns the raw stream to issue work
-    /// to. If times are recorded, the first call records the begin of the work.
+    /// Makes the device's context current on this thread, and returns the raw stream to which work
+    /// is issued. If times are recorded, the first call records the begin of the work.
     ///
     /// # Errors
     ///
@@ -77,10 +79,10 @@ impl<'a> StreamTurn<'a> {
         Ok(stream)
     }
 
-    /// Sleeps until the device has finished everything issued to the stream so far. Unlocks the
+    /// Sleeps until the device has finished all work issued to the stream so far. Unlocks the
     /// stream meanwhile, so other threads may issue work.
     ///
-    /// Only for kernels that need values on the host in the middle of a call.
+    /// Use it only for kernels that need values on the host in the middle of a call.
     ///
     /// # Errors
     ///
@@ -118,14 +120,14 @@ impl<'a> StreamTurn<'a> {
         })
     }
 
-    /// Unlocks the stream while `wait` runs, then locks it again. Returns the result of `wait`,
-    /// which must not issue work.
+    /// Unlocks the stream while the closure `wait` runs, then locks it again. Returns the result of
+    /// `wait`, which must not issue work.
     pub fn pause<R>(&mut self, wait: impl FnOnce() -> R) -> R {
         MutexGuard::unlocked(&mut self.issuing, wait)
     }
 
-    /// Ends the access. `issued` is the error from issuing, if any; it is reported as the work's
-    /// result. The fence is behind everything that could be issued.
+    /// Ends the turn. `issued` is the result of issuing; its error is reported as the work's
+    /// result. The fence is behind all work that could be issued.
     pub fn end(mut self, issued: Result<(), CudaError>) -> WorkEnding {
         let Stream { stream, ends, .. } = self.line;
         *self.issuing += 1;
@@ -169,9 +171,9 @@ impl WorkEnding {
         self.0.clone()
     }
 
-    /// Sets the callback that receives the result, after all memory that waited for the work has
+    /// Sets the callback that receives the outcome, after all memory that waited for the work has
     /// returned to its pool. It runs on the waiter thread, or immediately on this thread if the
-    /// work has ended. It must be short.
+    /// work has ended. It must be fast.
     pub fn then(self, then: Box<dyn FnOnce(WorkOutcome) + Send>) {
         self.0.on_end(then);
     }

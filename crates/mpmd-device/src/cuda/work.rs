@@ -2,28 +2,28 @@
 
 use mpmd_layout::aval::DType;
 
-/// Threads per block in [`Grid::over`].
+/// Number of threads per block in [`Grid::over`].
 const THREADS: u32 = 256;
 
-/// The number of blocks and threads that run a function.
+/// The numbers of blocks and threads with which a function is launched.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Grid {
-    /// Blocks along x, y and z.
+    /// Number of blocks along x, y and z.
     pub blocks: (u32, u32, u32),
-    /// Threads per block along x, y and z.
+    /// Number of threads per block along x, y and z.
     pub threads: (u32, u32, u32),
-    /// Dynamic shared memory of each block in bytes, in addition to the function's own
-    /// declarations. If it is more than 48 KiB, the launch asks the driver for it.
+    /// Dynamic shared memory per block in bytes, in addition to the function's static shared
+    /// memory. Above 48 KiB, the launch requests it from the driver.
     pub shared_bytes: u32,
 }
 
 impl Grid {
-    /// Returns a grid with one thread for each element, in blocks of 256 threads, and at least one
+    /// Returns a grid with one thread per element, in blocks of 256 threads, and at least one
     /// block.
     ///
     /// The last block has threads beyond the last element, so the function must compare its index
-    /// with the number of elements. The grid has at most 2³¹ - 1 blocks. For more elements than
-    /// that covers, the function must loop in steps of the grid's size.
+    /// with the number of elements. The grid has at most 2³¹ - 1 blocks. If there are more elements
+    /// than threads, the function must loop in steps of the grid's size.
     pub fn over(elements: usize) -> Self {
         let blocks = elements
             .div_ceil(THREADS as usize)
@@ -41,7 +41,7 @@ impl Grid {
         }
     }
 
-    /// Sets the dynamic shared memory of each block, in bytes.
+    /// Sets the dynamic shared memory per block, in bytes.
     #[must_use]
     pub const fn shared(self, bytes: u32) -> Self {
         Self {
@@ -58,18 +58,18 @@ pub enum Math {
     /// Full `f32` precision.
     #[default]
     F32,
-    /// Operands are rounded to 10 bits of mantissa first, which is fast on tensor cores.
+    /// Factors are first rounded to 10 bits of mantissa, which is fast on tensor cores.
     Tf32,
-    /// Operands are rounded to `f16` first, which also has a smaller range.
+    /// Factors are first rounded to `f16`, which also has a smaller range.
     F16,
-    /// Operands are rounded to `bf16` first: 7 bits of mantissa.
+    /// Factors are first rounded to `bf16`: 7 bits of mantissa.
     Bf16,
 }
 
-/// The dtypes and the precision of a product.
+/// The dtypes and the precision of a matrix product.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Types {
-    /// The dtype of A and B.
+    /// The dtype of both factors.
     pub factors: DType,
     /// The dtype of the result.
     pub result: DType,

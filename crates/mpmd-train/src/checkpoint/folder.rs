@@ -11,13 +11,14 @@ use crate::tensors::disk::{beside, create_folder, remove, sync_folder, write_new
 use crate::tensors::failed;
 use crate::tensors::files::{INDEX, MODEL, TensorFiles, indexed};
 
-/// Returns the path of the manifest of a step.
+/// Returns the path of the manifest of the checkpoint of step `step`.
 pub(super) fn manifest(folder: &Path, step: u64) -> PathBuf {
     folder.join(format!("step-{step:08}.json"))
 }
 
-/// Returns the path of the folder with the files of a step that an epoch of the job has written. A
-/// process that wakes after its epoch has ended writes into no folder of another one.
+/// Returns the folder for the files of a checkpoint that epoch `epoch` of the job writes. Each
+/// epoch has its own folder, so a stopped process that wakes up later cannot change another epoch's
+/// files.
 pub(super) fn files(folder: &Path, step: u64, epoch: u64) -> PathBuf {
     folder.join(match epoch {
         1 => format!("step-{step:08}"),
@@ -25,15 +26,15 @@ pub(super) fn files(folder: &Path, step: u64, epoch: u64) -> PathBuf {
     })
 }
 
-/// The text between step and epoch in the name of a folder, if the epoch is not the first.
+/// The text between the step and the epoch in a folder's name. Folders of epoch 1 lack it.
 const EPOCH: &str = "-epoch-";
 
-/// Returns the name of a process's list of the pieces that it has written.
+/// Returns the file name of a process's list of the pieces that it has written.
 pub(super) fn list(process: usize) -> String {
     format!("pieces-{process}.json")
 }
 
-/// Returns the steps that have a manifest, in ascending order. None if the folder does not exist.
+/// Returns the steps that have a manifest, in ascending order. Empty if the folder does not exist.
 pub(super) fn steps(folder: &Path) -> Result<Vec<u64>> {
     let names = names(folder)?;
     let files = names.iter().filter(|name| folder.join(name).is_file());
@@ -44,7 +45,7 @@ pub(super) fn steps(folder: &Path) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Returns the names in a folder. None if it does not exist.
+/// Returns the names in a folder. Empty if the folder does not exist.
 fn names(folder: &Path) -> Result<Vec<String>> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -57,8 +58,8 @@ fn names(folder: &Path) -> Result<Vec<String>> {
     entries.map(name).collect()
 }
 
-/// Returns the step in a name. `None` for other ways to write a number: those are of somebody
-/// else's files.
+/// Returns the step in a name such as `step-00000100`. Returns `None` for other spellings of the
+/// number, since a save does not write them.
 fn step_of(name: &str) -> Option<u64> {
     let text = name.strip_prefix("step-")?;
     text.parse()
@@ -66,7 +67,7 @@ fn step_of(name: &str) -> Option<u64> {
         .filter(|step: &u64| format!("{step:08}") == text)
 }
 
-/// Returns the step and the epoch in the name of a folder that [`files`] gives.
+/// Returns (step, epoch) of a folder's name that [`files`] has made; else `None`.
 fn step_and_epoch_of(name: &str) -> Option<(u64, u64)> {
     let (step, epoch) = match name.split_once(EPOCH) {
         Some((step, epoch)) => (step, epoch.parse().ok()?),
@@ -76,14 +77,13 @@ fn step_and_epoch_of(name: &str) -> Option<(u64, u64)> {
     (files(Path::new(""), step, epoch) == Path::new(name)).then_some((step, epoch))
 }
 
-/// Creates the folder of a step with its files, which have no values yet. Removes the rest of a
-/// broken save of this step and epoch. Returns false and changes nothing if an earlier epoch of the
-/// job has saved the step: its checkpoint has the same values.
+/// Creates the folder of a step and its files, without values. First removes the files of a broken
+/// save of this step and epoch. If an earlier epoch of the job has saved the step, returns false
+/// and changes nothing: that checkpoint has the same values.
 ///
 /// # Errors
 ///
-/// If the step has a manifest in the first epoch; then nothing is changed. If a file cannot be
-/// written.
+/// If the step has a manifest in epoch 1; then nothing is changed. If a file cannot be written.
 pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &TensorFiles) -> Result<bool> {
     create_folder(folder)?;
     let manifest = manifest(folder, step);
@@ -112,12 +112,13 @@ pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &TensorFiles) 
     Ok(true)
 }
 
-/// Makes the manifest of a step appear at once and whole. Its files must be on the disk. After the
-/// first epoch of a job it may be there, from a process of an earlier epoch that was slow.
+/// Writes the manifest of a step, so that readers see it complete or not at all. The checkpoint's
+/// files must be on the disk. After epoch 1, keeps a manifest that a slow process of an earlier
+/// epoch has written.
 ///
 /// # Errors
 ///
-/// If the manifest exists in the first epoch, or a file cannot be written.
+/// If the manifest exists in epoch 1, or a file cannot be written.
 pub(super) fn commit(folder: &Path, step: u64, epoch: u64, content: &[u8]) -> Result<()> {
     let path = manifest(folder, step);
     let partial = beside(&path);
@@ -129,8 +130,8 @@ pub(super) fn commit(folder: &Path, step: u64, epoch: u64, content: &[u8]) -> Re
     sync_folder(folder)
 }
 
-/// Gives the file `partial` the name `path`, unless another file has it, by the function `link`. It
-/// may keep the old name as well.
+/// Gives the file `partial` the name `path` by the function `link`, without replacing a file at
+/// `path`. After epoch 1, a file at `path` is no error. The old name may remain.
 fn place(
     partial: &Path,
     path: &Path,
@@ -153,8 +154,8 @@ fn place(
     }
 }
 
-/// Removes all checkpoints but the newest `keep`, and the rests of broken saves before the newest.
-/// Files of others in their folders are kept, with the folder.
+/// Removes all checkpoints but the newest `keep`, and files of broken saves before the newest
+/// checkpoint. Keeps folders that also have files of others.
 pub(super) fn remove_old(folder: &Path, keep: usize) -> Result<()> {
     let steps = steps(folder)?;
     let Some(newest) = steps.last() else {
@@ -176,8 +177,8 @@ pub(super) fn remove_old(folder: &Path, keep: usize) -> Result<()> {
     Ok(())
 }
 
-/// Removes the files of a save, and their folder unless it has others. Does nothing if there is no
-/// such folder, or a link in its place.
+/// Removes the files of a save, and their folder if it is then empty. Does nothing if the folder
+/// does not exist or is a link.
 fn remove_save(folder: &Path) -> Result<()> {
     if !is_folder(folder) {
         return Ok(());
@@ -206,7 +207,7 @@ fn remove_save(folder: &Path) -> Result<()> {
     }
 }
 
-/// True if there is a folder with this path, and no link.
+/// Returns true if `path` is a folder, and not a link to one.
 fn is_folder(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|found| found.is_dir())
 }

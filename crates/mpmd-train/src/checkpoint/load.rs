@@ -19,31 +19,32 @@ use crate::agree::{agree, on_first};
 use crate::tensors::owners::owners;
 use crate::tensors::{LONGEST_HEADER, TensorFile, failed};
 
-/// The arrays of a checkpoint, in the order of the contents that were asked for, and its position.
+/// The arrays of a checkpoint, in the order of the requested [`CheckpointContents`], with its step
+/// and seed.
 pub(crate) struct LoadedCheckpoint {
     pub(crate) step: u64,
     pub(crate) seed: u64,
     pub(crate) arrays: Vec<MpmdArray>,
 }
 
-/// A complete checkpoint. Its values are read later, by region.
+/// An opened complete checkpoint. Values are read later, by region.
 struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
     arrays: BTreeMap<String, SavedArray>,
-    /// Number of bytes of values that were read.
+    /// Number of bytes of values that this process has read.
     bytes_read: AtomicU64,
 }
 
 struct SavedArray {
     file: TensorFile,
-    /// Each piece with its hash.
+    /// The regions of the saved pieces, each with its hash.
     pieces: Vec<(Region, String)>,
 }
 
 impl Checkpoint {
-    /// Reads the manifest, the lists of pieces and the headers, and compares their hashes. Checks
-    /// that the pieces of each array are its elements, each once.
+    /// Reads the manifest, the lists of pieces and the files' headers, and compares their hashes.
+    /// Checks that the pieces of each array cover each element once.
     fn open(from: &Checkpoints, step: u64) -> Result<Self> {
         let path = folder::manifest(&from.folder, step);
         let bytes = read_regular(&path, LARGEST).map_err(|error| failed(&path, &error))?;
@@ -97,7 +98,7 @@ impl Checkpoint {
         })
     }
 
-    /// Compares the settings and arrays of the checkpoint with those of a training.
+    /// Returns an error if the checkpoint's settings or arrays differ from those of the training.
     fn check(&self, from: &Checkpoints, contents: &CheckpointContents) -> Result<()> {
         let stages = self.manifest.stages;
         for (name, expected) in &from.settings {
@@ -150,8 +151,8 @@ impl Checkpoint {
         }
     }
 
-    /// Reads the region of an array into `bytes`, in row-major order. Reads each piece that
-    /// overlaps it once, and compares its hash.
+    /// Reads region `region` of an array into `bytes`, in row-major order. Reads each overlapping
+    /// piece once, and compares its hash.
     fn read(&self, name: &str, region: &Region, bytes: &mut [u8]) -> Result<()> {
         let missing = || failed(&self.path, &format!("{name}: there is no such array"));
         let SavedArray { file, pieces } = self.arrays.get(name).ok_or_else(missing)?;
@@ -181,7 +182,7 @@ impl Checkpoint {
     }
 }
 
-/// Opens a file after a comparison of its length and of its header's hash.
+/// Opens a file of values. First compares the file's length and its header's hash with `entry`.
 fn open_file(path: PathBuf, entry: &FileEntry) -> Result<TensorFile> {
     let mut header = Vec::new();
     let read = open_regular(&path).and_then(|file| {
@@ -203,8 +204,8 @@ fn open_file(path: PathBuf, entry: &FileEntry) -> Result<TensorFile> {
     TensorFile::open(path)
 }
 
-/// Loads the arrays of `contents`, with their shardings, from the newest checkpoint or the one that
-/// was asked for. Returns `None` if there is no checkpoint.
+/// Loads the arrays of `contents`, with their shardings, from the newest checkpoint or the step
+/// that `from` requests. Returns `None` if there is no checkpoint.
 pub(crate) fn load(
     p: &mut Program,
     from: &Checkpoints,
@@ -261,16 +262,16 @@ pub(crate) fn load(
     Ok(Some(LoadedCheckpoint { step, seed, arrays }))
 }
 
-/// The first error of a process that reads arrays.
+/// The error at the first array and region that a process could not read.
 struct ReadProblem {
-    /// The place of the array in the list.
+    /// The index of the array in the list of arrays.
     place: usize,
     region: Region,
     error: Error,
 }
 
-/// Loads arrays with the shardings of `like`. Each region is read by its owner only, and moves from
-/// there to the other devices that hold it. Blocks until all are there.
+/// Loads arrays with the shardings of `like`. Only the owner of a region reads it, and sends it to
+/// the other devices that hold it. Blocks until all arrays are complete.
 fn read_arrays(
     p: &mut Program,
     checkpoint: &Arc<Checkpoint>,

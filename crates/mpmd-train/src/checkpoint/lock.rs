@@ -17,16 +17,16 @@ use serde::{Deserialize, Serialize};
 use crate::tensors::disk::beside;
 use crate::tensors::failed;
 
-/// Name of the locked file.
+/// Name of the lock file in a folder of checkpoints.
 const NAME: &str = ".lock";
-/// Limit on the content of the file that is read, in bytes.
+/// Limit on the bytes that are read from the lock file.
 const LARGEST: u64 = 16 << 20;
 
-/// The lock of a folder, until it is dropped.
+/// The lock of a folder of checkpoints. Dropping it releases the lock.
 #[derive(Debug)]
 pub(super) struct FolderLock(File);
 
-/// The content of the file.
+/// The content of the lock file: the process and job that hold the lock.
 #[derive(Deserialize, Serialize)]
 struct Holder {
     process: u32,
@@ -42,11 +42,12 @@ fn host() -> String {
 }
 
 impl FolderLock {
-    /// Takes the lock of a folder for an epoch of a run of a job.
+    /// Locks a folder for epoch `epoch` of the job's run `run`. Takes the lock over from an earlier
+    /// epoch of the same run.
     ///
     /// # Errors
     ///
-    /// If another job holds it, or the file cannot be written.
+    /// If another job holds the lock, or the file cannot be written.
     pub(super) fn take(folder: &Path, run: u128, epoch: u64) -> Result<Self> {
         let path = folder.join(NAME);
         let process = std::process::id();
@@ -117,7 +118,7 @@ impl FolderLock {
         }
     }
 
-    /// True if this is still the lock of the folder: no later epoch has taken it over.
+    /// Returns true if this lock still holds for the folder: no later epoch has taken it over.
     pub(super) fn is_of(&self, folder: &Path) -> bool {
         is_named(&self.0, &folder.join(NAME))
     }
@@ -137,7 +138,8 @@ impl Holder {
         file.sync_all()
     }
 
-    /// Puts a locked file in the place of one that a lost process has locked.
+    /// Replaces the lock file by a new file that this process has locked. The lock of a lost
+    /// process on the old file then has no effect.
     fn take_over(&self, path: &Path) -> std::io::Result<File> {
         let new = beside(path);
         let file = File::options()
@@ -154,7 +156,7 @@ impl Holder {
     }
 }
 
-/// True if `path` names this file.
+/// Returns true if `path` still names the open file `file`.
 fn is_named(file: &File, path: &Path) -> bool {
     match (file.metadata(), fs::symlink_metadata(path)) {
         (Ok(open), Ok(named)) => (open.dev(), open.ino()) == (named.dev(), named.ino()),

@@ -10,53 +10,53 @@ use twox_hash::XxHash3_128;
 
 use crate::tensors::failed;
 
-/// Version of the manifest that this program writes and reads.
+/// Version of the manifest format that this program writes and reads.
 pub(super) const FORMAT: u32 = 1;
-/// Limit on the size of a manifest and of a list of pieces that are read, in bytes.
+/// Limit on the bytes that are read from a manifest or a list of pieces.
 pub(super) const LARGEST: u64 = 1 << 30;
 
-/// The parts of a checkpoint, and the position of its training.
+/// The files of a checkpoint, and the step and seed of its training.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Manifest {
     pub(super) format: u32,
-    /// Number of updates of the model.
+    /// Number of updates that the model had at the save.
     pub(super) step: u64,
-    /// The epoch of the job that wrote it. Jobs that do not recover have one.
+    /// The epoch of the job that wrote the checkpoint. It is 1 in jobs that do not recover.
     #[serde(default = "first", skip_serializing_if = "is_first")]
     pub(super) epoch: u64,
     pub(super) seed: u64,
     /// Number of processes that wrote the checkpoint.
     pub(super) processes: usize,
     pub(super) stages: usize,
-    /// True if the names of the arrays begin with their stage.
+    /// True if the names of the arrays begin with their stage, as in `stage.1.`.
     pub(super) by_stage: bool,
-    /// The settings of the model that the program named.
+    /// The model's settings that the program has declared by `Checkpoints::setting`.
     pub(super) settings: BTreeMap<String, String>,
     pub(super) files: Vec<FileEntry>,
-    /// The lists of pieces, one for each process.
+    /// The files with lists of pieces, one for each process.
     pub(super) lists: Vec<ListEntry>,
 }
 
-/// A safetensors file.
+/// A safetensors file of a checkpoint.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct FileEntry {
     pub(super) name: String,
-    /// Length of the file.
+    /// Length of the file in bytes.
     pub(super) bytes: u64,
-    /// Length of the part before the values.
+    /// Length of the header, the part before the values, in bytes.
     pub(super) header_bytes: u64,
-    /// Hash of the part before the values.
+    /// Hash of the header.
     pub(super) header_hash: String,
 }
 
-/// A file with a list of pieces, [`ArrayPieces`] in JSON.
+/// A JSON file with the [`ArrayPieces`] that a process has written.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct ListEntry {
     pub(super) name: String,
     pub(super) hash: String,
 }
 
-/// The pieces of an array that a process has written.
+/// The pieces of an array that one process has written.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct ArrayPieces {
     pub(super) array: String,
@@ -64,7 +64,7 @@ pub(super) struct ArrayPieces {
     pub(super) pieces: Vec<(Region, String)>,
 }
 
-/// A manifest in its file, with the hash of its compact JSON.
+/// A manifest as it is stored, with the hash of its compact JSON.
 #[derive(Deserialize, Serialize)]
 struct Sealed {
     manifest: Manifest,
@@ -91,7 +91,7 @@ fn is_first(epoch: &u64) -> bool {
 }
 
 impl Manifest {
-    /// Returns the content of the manifest's file.
+    /// Returns the content of the manifest's file, with a hash.
     pub(super) fn seal(self) -> Result<Vec<u8>> {
         let hash = self.hash()?;
         let sealed = serde_json::to_string_pretty(&Sealed {
@@ -103,7 +103,7 @@ impl Manifest {
             .map_err(invalid)
     }
 
-    /// Reads a manifest from the content of its file.
+    /// Parses the content of a manifest's file, and checks its hash.
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, ManifestFault> {
         let sealed: Sealed = serde_json::from_slice(bytes)?;
         let Sealed { manifest, hash } = sealed;
@@ -119,7 +119,7 @@ impl Manifest {
         }
     }
 
-    /// Returns the hash of the manifest, which changes with every field.
+    /// Returns a hash of all fields of the manifest.
     pub(super) fn hash(&self) -> Result<String> {
         serde_json::to_vec(self)
             .map(|text| hash(&text))
@@ -127,7 +127,7 @@ impl Manifest {
     }
 }
 
-/// Reads a list of pieces, and compares its hash.
+/// Reads a list of pieces. Fails if its hash differs from the manifest's.
 pub(super) fn read_list(folder: &Path, list: &ListEntry) -> Result<Vec<ArrayPieces>> {
     let path = folder.join(&list.name);
     let bytes = read_regular(&path, LARGEST).map_err(|error| failed(&path, &error))?;

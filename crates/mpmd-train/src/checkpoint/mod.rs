@@ -59,14 +59,14 @@ pub(crate) use load::{LoadedCheckpoint, load};
 use lock::FolderLock;
 pub(crate) use save::{SaveProgress, SaveStatus, Saving};
 
-/// The arrays of a training, and its position.
+/// The arrays of a training, and its position: the step and the seed.
 pub(crate) struct CheckpointContents {
     pub(crate) step: u64,
     pub(crate) seed: u64,
     pub(crate) stages: usize,
-    /// True if the names begin with the stage.
+    /// True if the names of the arrays begin with their stage, as in `stage.1.`.
     pub(crate) by_stage: bool,
-    /// The parameters of all stages, then the optimiser's arrays of all stages.
+    /// (name, array) of the parameters of all stages, then of the optimiser's arrays of all stages.
     pub(crate) arrays: Vec<(String, MpmdArray)>,
 }
 
@@ -77,11 +77,11 @@ enum RestorePoint {
     Step(u64),
 }
 
-/// A folder of checkpoints, how to write them, and which one to restore.
+/// A folder of checkpoints: how to save them, and which one to restore.
 ///
-/// The first save, or the start of a run that saves, locks the folder. The lock ends when the value
-/// and its clones are dropped. Other jobs cannot save there meanwhile, nor can a value that this
-/// program creates anew for the same folder: clone this one.
+/// The first save, or the start of a run that saves, locks the folder. Dropping this value and all
+/// its clones releases the lock. Until then, other jobs cannot save to the folder. A second
+/// `Checkpoints` of this program for the folder cannot save either: clone this value.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     folder: PathBuf,
@@ -90,13 +90,13 @@ pub struct Checkpoints {
     trained_only: bool,
     at: RestorePoint,
     settings: BTreeMap<String, String>,
-    /// The lock of the folder, on process 0.
+    /// The lock of the folder, once process 0 has taken it. `None` on other processes.
     lock: Arc<Mutex<Option<FolderLock>>>,
 }
 
 impl Checkpoints {
-    /// Names a folder of checkpoints, which need not exist. Keeps all checkpoints, and begins a new
-    /// file after 4 GiB.
+    /// Creates the settings for checkpoints in `folder`, which need not exist. By default all
+    /// checkpoints are kept, and a file has at most 4 GiB of values.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
             folder: folder.into(),
@@ -109,40 +109,40 @@ impl Checkpoints {
         }
     }
 
-    /// Keeps only the newest `n` checkpoints, at least one. Each save then removes the others, and
-    /// the rests of broken saves before it. If they cannot be removed, the save fails.
+    /// Keeps only the newest `n` checkpoints, at least one. Each save then removes older
+    /// checkpoints, and files of broken saves before it. The save fails if they cannot be removed.
     #[must_use]
     pub fn keep(mut self, n: usize) -> Self {
         self.keep = Some(n.max(1));
         self
     }
 
-    /// Begins a new file when one would have more than this number of bytes.
+    /// Sets the limit on the bytes of values in one file. A single array may exceed it.
     #[must_use]
     pub fn file_bytes(mut self, bytes: u64) -> Self {
         self.file_bytes = bytes.max(1);
         self
     }
 
-    /// Leaves out the parameters that are not trained. Then a checkpoint of a training of adapters
-    /// has only the adapters and their optimiser's state. Restoring it needs a trainer with the
-    /// same other parameters: name their source by [`setting`](Self::setting).
+    /// Saves and restores only the parameters that are trained. A checkpoint of a training of
+    /// adapters then has only the adapters and their optimiser state. Restoring it needs a trainer
+    /// with the same frozen parameters: declare their source by [`setting`](Self::setting).
     #[must_use]
     pub fn trained_only(mut self) -> Self {
         self.trained_only = true;
         self
     }
 
-    /// Makes [`Trainer::restore`](crate::Trainer::restore) take the checkpoint of this step, in
-    /// place of the newest one. Saves do not depend on it.
+    /// Makes [`Trainer::restore`](crate::Trainer::restore) load the checkpoint of step `step`
+    /// instead of the newest one. Has no effect on saves.
     #[must_use]
     pub fn at(mut self, step: u64) -> Self {
         self.at = RestorePoint::Step(step);
         self
     }
 
-    /// Names a setting of the model that no shape shows, such as its number of attention heads.
-    /// Saves store it, and [`Trainer::restore`] refuses a checkpoint with another value.
+    /// Declares a setting of the model that shapes do not show, such as its number of attention
+    /// heads. Saves store it, and [`Trainer::restore`] refuses a checkpoint with another value.
     ///
     /// [`Trainer::restore`]: crate::Trainer::restore
     #[must_use]
@@ -151,8 +151,8 @@ impl Checkpoints {
         self
     }
 
-    /// Returns the steps of the complete checkpoints in the folder, in ascending order. None if the
-    /// folder does not exist.
+    /// Returns the steps of the complete checkpoints in the folder, in ascending order. The list is
+    /// empty if the folder does not exist.
     ///
     /// # Errors
     ///
@@ -161,17 +161,17 @@ impl Checkpoints {
         folder::steps(&self.folder)
     }
 
-    /// True if checkpoints leave out the parameters that are not trained.
+    /// Returns true if checkpoints leave out the parameters that are not trained.
     pub(crate) fn is_trained_only(&self) -> bool {
         self.trained_only
     }
 
-    /// Returns the folder.
+    /// Returns the folder of the checkpoints.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Takes the lock of the folder for an epoch of a run, unless this value has it.
+    /// Locks the folder for an epoch of a run, unless this value holds the lock already.
     fn lock(&self, run: u128, epoch: u64) -> Result<()> {
         let mut lock = self.lock.lock();
         if !lock.as_ref().is_some_and(|lock| lock.is_of(&self.folder)) {
@@ -182,9 +182,11 @@ impl Checkpoints {
     }
 
     /// Prepares the folder for the saves of a training that continues after the step of `contents`.
-    /// Fails if the folder cannot be written, has no room for a checkpoint, or is in use by another
-    /// job. Fails if it has a checkpoint of a later step, which the training would meet. The error
-    /// is the same on every process. After the first epoch those are its own.
+    /// Every process gets the same error.
+    ///
+    /// Fails if the folder cannot be written, has no space for a checkpoint, or is locked by
+    /// another job. In epoch 1, also fails if it has a checkpoint of a later step, since the
+    /// training could not save that step.
     pub(crate) fn claim(&self, p: &mut Program, contents: &CheckpointContents) -> Result<()> {
         let bytes = contents
             .arrays

@@ -4,11 +4,11 @@ use std::collections::HashMap;
 
 use mpmd_layout::region::Region;
 
-/// Limit on the number of dimensions along which an array is divided into pieces. The check takes
-/// memory for two to this power corners.
+/// Limit on the number of dimensions along which an array is divided into pieces. [`check_pieces`]
+/// takes memory for `2^MOST_DIVIDED` corners of a piece.
 const MOST_DIVIDED: usize = 12;
 
-/// A reason why pieces of an array are not its elements, each once.
+/// A reason why the pieces of an array do not cover each element exactly once.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PiecesFault {
     #[error("damaged: piece {piece} is empty or not within the array")]
@@ -19,7 +19,8 @@ pub(super) enum PiecesFault {
     NotOnce,
 }
 
-/// Checks that pieces of an array of `shape` are within it, do not overlap, and leave nothing out.
+/// Checks that pieces of an array of shape `shape` are within the array and cover each element
+/// exactly once.
 pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result<(), PiecesFault> {
     let full = Region::full(shape);
     let is_within = |piece: &Region| piece.ndim() == full.ndim() && full.contains(piece);

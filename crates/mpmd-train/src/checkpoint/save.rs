@@ -22,33 +22,33 @@ use crate::tensors::files::{PlannedFile, TensorFiles};
 use crate::tensors::host_owners;
 use crate::tensors::owners::{PIECE_BYTES, pieces};
 
-/// The progress of a process with a save.
+/// The phase of a save on one process.
 #[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) enum SavePhase {
-    /// A file could not be written.
+    /// The process could not write a file.
     Failed,
-    /// Its regions are being written.
+    /// The process is writing its regions.
     #[default]
     Writing,
-    /// Its regions and its list of pieces are on the disk.
+    /// The process's regions and its list of pieces are on the disk.
     Written,
-    /// The manifest is on the disk. Only process 0 gets there.
+    /// The manifest is on the disk. Only process 0 reaches this phase.
     Committed,
 }
 
-/// The step of the last save, and its phase on a process.
+/// The step and the phase of the last save on one process.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct SaveProgress {
     pub(crate) step: u64,
     pub(crate) phase: SavePhase,
 }
 
-/// The progress of a process with its last save. Clones are one value.
+/// This process's progress with its last save. Clones share the value.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SaveStatus(Arc<Mutex<SaveProgress>>);
 
 impl SaveStatus {
-    /// Returns the step and the phase as words of a report.
+    /// Encodes the step and the phase as two words of a report.
     pub(crate) fn words(&self) -> [i64; 2] {
         let SaveProgress { step, phase } = *self.0.lock();
         [step.cast_signed(), phase as i64]
@@ -58,7 +58,7 @@ impl SaveStatus {
         *self.0.lock() = SaveProgress { step, phase };
     }
 
-    /// Reads the words of a report.
+    /// Decodes the step and the phase from two words of a report.
     pub(crate) fn read([step, phase]: [i64; 2]) -> SaveProgress {
         let phases = [
             SavePhase::Failed,
@@ -74,19 +74,20 @@ impl SaveStatus {
     }
 }
 
-/// A save that is under way. If it is dropped, the checkpoint gets no manifest.
+/// A save in progress. If it is dropped, the checkpoint gets no manifest, so it does not exist.
 pub(crate) struct Saving {
     pub(crate) step: u64,
-    /// The thread's result of writing this process's regions; `None` in a dry run.
+    /// Receives the result of writing this process's regions. `None` if no thread writes.
     written: Option<mpsc::Receiver<Result<()>>>,
-    /// Tells process 0's thread that all processes have written.
+    /// Tells the thread of process 0 to write the manifest, since all processes have written.
     commit: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<Result<()>>>,
 }
 
 impl Saving {
-    /// Creates the files, issues the copies, and starts the thread. Blocks until process 0 has
-    /// created the files. Writes nothing if an earlier epoch of the job has saved this step.
+    /// Creates the files, issues copies of the arrays to host memory, and starts the thread that
+    /// writes them. Blocks until process 0 has created the files. Writes nothing if an earlier
+    /// epoch of the job has saved this step.
     pub(crate) fn begin(
         p: &mut Program,
         to: &Checkpoints,
@@ -166,7 +167,7 @@ impl Saving {
         }
     }
 
-    /// Starts the thread of a save.
+    /// Starts the thread that writes this process's part of a save.
     fn start(writer: Writer) -> Self {
         let step = writer.manifest.step;
         let status = writer.status.clone();
@@ -189,12 +190,12 @@ impl Saving {
         }
     }
 
-    /// Takes the phases of all processes from a report, which is the same on every process. Returns
-    /// true if the save is complete.
+    /// Updates the save from `saves`, the progress of all processes in a report. Each process must
+    /// pass the same report. Returns true if the save is complete.
     ///
     /// # Errors
     ///
-    /// If a process could not write. Every process gets its error.
+    /// If a process could not write. Every process gets this process's error.
     pub(crate) fn report(&mut self, p: &mut Program, saves: &[SaveProgress]) -> Result<bool> {
         let here = saves.iter().filter(|save| save.step == self.step);
         let here: Vec<SavePhase> = here.map(|save| save.phase).collect();
@@ -218,7 +219,7 @@ impl Saving {
     ///
     /// # Errors
     ///
-    /// As for [`Saving::report`].
+    /// Returns the errors of [`Saving::report`].
     pub(crate) fn finish(&mut self, p: &mut Program) -> Result<()> {
         let ended = || {
             Err(Error::Environment(
@@ -252,13 +253,13 @@ fn file_entry(file: &PlannedFile) -> FileEntry {
     }
 }
 
-/// The work of a save's thread on one process.
+/// The data and settings of the thread that writes a save on one process.
 struct Writer {
     process: ProcessId,
     folder: PathBuf,
     keep: Option<usize>,
     plan: TensorFiles,
-    /// The arrays as copies in host memory, with their names.
+    /// (name, copy in host memory) of each array.
     copies: Vec<(String, MpmdArray)>,
     /// The manifest without the lists of pieces.
     manifest: Manifest,
@@ -301,8 +302,8 @@ impl Writer {
         }
     }
 
-    /// Writes this process's regions, and then the list of their pieces. Drops each copy when it
-    /// is written.
+    /// Writes this process's regions, then the list of their pieces. Drops each copy after writing
+    /// it.
     fn write(&mut self) -> Result<()> {
         let folder = folder::files(&self.folder, self.manifest.step, self.manifest.epoch);
         let mut files = self.plan.writer(&folder, "");

@@ -4,25 +4,25 @@ use std::ops::Range;
 
 use super::rows::below;
 
-/// Length of a block, in tokens (bytes of a text). A sequence is divided block by block into
-/// training and held-out tokens.
+/// Length of a block, in tokens or, for a text, in bytes. Each block of a sequence is used either
+/// for training or for evaluation.
 pub const BLOCK: usize = 4 << 10;
-/// Number of blocks of which one is held out: the last.
+/// Number of consecutive blocks of which the last one is held out for evaluation.
 pub const HELD_OUT_EVERY: usize = 10;
 
-/// Length of a run of training blocks, from one held-out block to the next.
+/// Number of tokens in the training blocks between two held-out blocks.
 const RUN: usize = BLOCK * (HELD_OUT_EVERY - 1);
 
-/// The blocks of a sequence of `len` tokens.
+/// The division of `len` tokens into training blocks and held-out blocks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SequenceBlocks {
     pub(super) len: usize,
-    /// No block is held out.
+    /// True if all tokens are for training, and no block is held out.
     pub(super) is_whole: bool,
 }
 
 impl SequenceBlocks {
-    /// Returns the held-out blocks, as ranges of indices.
+    /// Returns the ranges of token indices of the held-out blocks.
     pub(super) fn held_out(self) -> impl Iterator<Item = Range<usize>> {
         let starts = (0..self.len)
             .step_by(BLOCK)
@@ -31,7 +31,8 @@ impl SequenceBlocks {
         starts.map(move |start| start..self.len.min(start + BLOCK))
     }
 
-    /// Returns the number of sequences of `time` training tokens and the token after each.
+    /// Returns the number of start positions of training sequences: `time` tokens and one more,
+    /// without a held-out block between.
     pub(super) fn sequences(self, time: usize) -> usize {
         let (period, room) = (BLOCK * HELD_OUT_EVERY, |run: usize| {
             run.saturating_sub(time)
@@ -42,8 +43,8 @@ impl SequenceBlocks {
         self.len / period * room(RUN) + room((self.len % period).min(RUN))
     }
 
-    /// Returns the index of the first token of the training sequence that `random`, 64 random bits,
-    /// chooses. `None` if no run has more than `time` tokens.
+    /// Maps 64 random bits to the index of a training sequence's first token. Returns `None` if
+    /// there is no training sequence of `time` tokens and one more.
     pub(super) fn sequence_start(self, random: u64, time: usize) -> Option<usize> {
         let starts = self.sequences(time);
         if starts == 0 {
@@ -58,8 +59,8 @@ impl SequenceBlocks {
         Some(index / each * BLOCK * HELD_OUT_EVERY + index % each)
     }
 
-    /// Cuts the held-out blocks into pieces of `time` tokens, each with a further token in its
-    /// block. Returns the index of each piece's first token.
+    /// Cuts each held-out block into pieces of `time` tokens and one more within the block. Returns
+    /// the index of each piece's first token.
     pub(super) fn held_out_starts(self, time: usize) -> impl Iterator<Item = usize> {
         let cut = move |block: Range<usize>| {
             (block.start..block.end)

@@ -8,11 +8,12 @@ use mpmd_layout::random::Key;
 use super::TextBytes;
 use crate::tensors::failed;
 
-/// Number of samples of a file, of 4 KiB each: a file of up to 64 MiB is hashed whole.
+/// Number of 4 KiB samples that are hashed of a file. A file of up to 64 MiB is hashed completely.
 const SAMPLES: u64 = 16 << 10;
 
-/// Returns a hash of files and folders: of folders that of their [`TextBytes`], of files that of
-/// their length and content. Of a file above 64 MiB only samples of 64 MiB together are read.
+/// Returns a hash of files and folders. The hash of a folder is that of its [`TextBytes`]. The hash
+/// of a file covers its length and content; of a file above 64 MiB it covers samples of 64 MiB in
+/// total.
 ///
 /// # Errors
 ///

@@ -23,24 +23,24 @@ pub use text::{LARGEST_FILE, SEPARATOR, TextBytes};
 pub use tokens::TokenSource;
 pub use windows::Windows;
 
-/// The place of a training microbatch, and its random key.
+/// The position of a microbatch in a training, and its random key.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct MicrobatchPlace {
     /// Number of the step, counted from 1.
     pub step: u64,
     /// Index of the microbatch in its step.
     pub microbatch: usize,
-    /// Number of training microbatches before this one, in all steps.
+    /// Number of training microbatches before this one, over all steps.
     pub before: u64,
     /// The seed of the training.
     pub seed: u64,
-    /// Random key of (seed, step, microbatch).
+    /// Random key that is derived from the seed, the step and the microbatch.
     pub key: Key,
 }
 
 impl MicrobatchPlace {
-    /// Creates the place of a microbatch in a training with this seed and `count` microbatches a
-    /// step.
+    /// Creates the position of a microbatch in a training with seed `seed` and `count` microbatches
+    /// per step.
     pub fn new(seed: u64, step: u64, microbatch: usize, count: usize) -> Self {
         let key = Key(seed).fold_in(step).fold_in(microbatch as u64);
         let before = step.saturating_sub(1) * count as u64 + microbatch as u64;
@@ -54,13 +54,12 @@ impl MicrobatchPlace {
     }
 }
 
-/// The source of a training's microbatches, with input `In` of the first stage.
+/// The source of a training's microbatches. `In` is the input of the first stage.
 ///
 /// Every process calls the methods in the same order with the same arguments, and must issue the
-/// same operations. `meshes` are those of the stages, in order.
+/// same operations. The argument `meshes` has the stages' meshes, in order.
 pub trait Data<In> {
-    /// Makes the processes compare the data that they have read, such as a text. Default: does
-    /// nothing.
+    /// Checks that all processes have read the same data, such as a text. Default: does nothing.
     ///
     /// # Errors
     ///
@@ -70,11 +69,11 @@ pub trait Data<In> {
         Ok(())
     }
 
-    /// Issues the making of a training microbatch. Returns without waiting.
+    /// Issues the operations that create a training microbatch. Returns without waiting.
     ///
     /// # Errors
     ///
-    /// As [`Program::array_from_fn`].
+    /// Returns the errors of [`Program::array_from_fn`].
     fn training(
         &self,
         p: &mut Program,
@@ -82,17 +81,17 @@ pub trait Data<In> {
         at: MicrobatchPlace,
     ) -> Result<Microbatch<In>>;
 
-    /// Returns the number of held-out microbatches, for evaluation. Default: none.
+    /// Returns the number of held-out microbatches, for evaluation. Default: 0.
     fn held_out_len(&self) -> usize {
         0
     }
 
-    /// Issues the making of the held-out microbatch `index`. Returns without waiting. Default: an
-    /// error.
+    /// Issues the operations that create held-out microbatch `index`. Returns without waiting.
+    /// Default: an error.
     ///
     /// # Errors
     ///
-    /// As [`Program::array_from_fn`]. If there is no such microbatch.
+    /// Returns the errors of [`Program::array_from_fn`]. If there is no such microbatch.
     fn held_out(&self, p: &mut Program, meshes: &[Mesh], index: usize) -> Result<Microbatch<In>> {
         let _ = (p, meshes);
         Err(Error::kernel(format!(

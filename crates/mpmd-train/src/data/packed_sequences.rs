@@ -13,36 +13,36 @@ use mpmd_layout::topology::Mesh;
 use super::rows::{Named, array_of_rows};
 use super::{Data, HELD_OUT_EVERY, MicrobatchPlace};
 
-/// Tokens, each with the answer whether it has a loss. A prompt's tokens have none, those of the
-/// reply have one.
+/// (token, true if the token counts in the loss) for each token. Usually the tokens of a prompt do
+/// not count, and those of the reply do.
 pub type Sequence = Vec<(u32, bool)>;
 
-/// Sequences of tokens of unequal lengths, packed into rows of `time` tokens. The loss is that of
-/// sequences in rows of their own, if no token sees those of another sequence.
+/// Sequences of tokens of unequal lengths, packed into rows of `time` tokens. Packing does not
+/// change the loss if no token attends to another sequence.
 ///
-/// The input of a sequence is all tokens but the last, its targets all but the first. The first
-/// stage gets the inputs, `u32` of shape `[rows, time]`. Every stage gets the side input `starts`,
-/// `u32` of the same shape: the column at which the token's sequence starts, for
-/// `Mask::CausalFrom`. The last stage gets `targets` (`u32`) and `weights` (`f32`) too: 1 for a
-/// target with a loss, otherwise 0. Rows are filled up with tokens 0 of weight 0, each a sequence
-/// by itself.
+/// The input of a sequence is all tokens but the last; its targets are all tokens but the first.
+/// The first stage gets the inputs, `u32` of shape `[rows, time]`. Every stage gets the side input
+/// `starts`, `u32` of the same shape: the column at which the token's sequence starts, for
+/// `Mask::CausalFrom`. The last stage also gets `targets` (`u32`) and `weights` (`f32`). The weight
+/// is 1 for a target that counts in the loss, otherwise 0. The rest of a row is filled with tokens
+/// 0 of weight 0, each a sequence of its own.
 ///
-/// Training takes each row once before it takes one again, in an order that depends on the seed and
-/// the epoch alone. Without sequences for evaluation, every tenth sequence is held out.
+/// An epoch of training uses each row once, in an order that depends only on the seed and the
+/// epoch. Without separate sequences for evaluation, every tenth sequence is held out.
 #[derive(Clone, Debug)]
 pub struct PackedSequences {
-    /// The sequences of training, then those of evaluation.
+    /// The sequences for training, then the sequences for evaluation.
     sequences: Arc<[Sequence]>,
     time: usize,
     rows: usize,
     spec: Spec,
-    /// The sequences of each training row.
+    /// The indices of the sequences in each training row.
     training: Arc<[Vec<usize>]>,
-    /// The sequences of each held-out row.
+    /// The indices of the sequences in each held-out row.
     held_out: Arc<[Vec<usize>]>,
 }
 
-/// A token of a row.
+/// The values for one column of a row.
 #[derive(Clone, Copy)]
 struct RowToken {
     input: u32,
@@ -52,13 +52,13 @@ struct RowToken {
 }
 
 impl PackedSequences {
-    /// Packs sequences into rows of `time` tokens: the longest first, each into the row with the
-    /// least sufficient room. A microbatch has `rows` rows.
+    /// Packs sequences into rows of `time` tokens. Takes the longest sequences first, and puts each
+    /// into the row with the least sufficient space. A microbatch has `rows` rows.
     ///
     /// # Errors
     ///
-    /// If a sequence has no token with a loss behind its first, or more than `time + 1` tokens. If
-    /// there is nothing to train on, or no rows.
+    /// If no token of a sequence behind its first counts in the loss, or a sequence has more than
+    /// `time + 1` tokens. If there is no sequence for training, or `rows` is 0.
     pub fn new(
         training: Vec<Sequence>,
         held_out: Option<Vec<Sequence>>,
@@ -115,12 +115,13 @@ impl PackedSequences {
         self
     }
 
-    /// Returns the number of rows of an epoch.
+    /// Returns the number of training rows, which are an epoch.
     pub fn training_rows(&self) -> usize {
         self.training.len()
     }
 
-    /// Issues the making of a microbatch. `members` maps a row to its sequences.
+    /// Issues the operations that create a microbatch. `members` returns the indices of a row's
+    /// sequences.
     fn microbatch(
         &self,
         p: &mut Program,
@@ -167,7 +168,7 @@ impl PackedSequences {
     }
 }
 
-/// Returns the tokens of a row, and then those that fill it up.
+/// Returns the columns of a row with these sequences, followed by padding without end.
 fn tokens(all: &[Sequence], members: &[usize]) -> impl Iterator<Item = RowToken> + use<> {
     let mut row = Vec::new();
     for sequence in members.iter().map(|member| &all[*member]) {
@@ -193,7 +194,7 @@ fn tokens(all: &[Sequence], members: &[usize]) -> impl Iterator<Item = RowToken>
     row.into_iter().chain((end..).map(fill))
 }
 
-/// Returns the members of each row of `time` tokens.
+/// Packs the sequences `members` into rows of `time` tokens. Returns the members of each row.
 fn pack(sequences: &[Sequence], mut members: Vec<usize>, time: usize) -> Vec<Vec<usize>> {
     members.sort_by_key(|member| std::cmp::Reverse(sequences[*member].len()));
     let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -245,7 +246,7 @@ impl Data<MpmdArray> for PackedSequences {
         })
     }
 
-    /// Returns the number of microbatches. The last may have rows without a sequence.
+    /// Returns the number of held-out microbatches. The last one may have rows of padding.
     fn held_out_len(&self) -> usize {
         self.held_out.len().div_ceil(self.rows)
     }

@@ -8,7 +8,7 @@ use mpmd_core::{MpmdArray, Program, Result};
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 
-/// Issues the making of an array `[rows, columns]`. `fill` writes a range of columns of a row.
+/// Issues the creation of an array `[rows, columns]`. `fill` writes a range of columns of one row.
 pub(super) fn array_of_rows<T: Element>(
     p: &mut Program,
     sharding: &Sharding,
@@ -26,13 +26,13 @@ pub(super) fn array_of_rows<T: Element>(
     })
 }
 
-/// Returns the bits mapped onto `0..end`, with negligible bias.
+/// Maps 64 random bits to a number in `0..end`, with negligible bias.
 pub(super) fn below(random: u64, end: usize) -> usize {
     // The high half of the product.
     ((u128::from(random) * end as u128) >> 64) as usize
 }
 
-/// Returns the shardings of rows over the first and the last stage's mesh.
+/// Returns the sharding `spec` over the first stage's mesh and over the last stage's mesh.
 ///
 /// # Panics
 ///

@@ -13,7 +13,7 @@ use mpmd_layout::random::Key;
 
 use crate::tensors::read_regular;
 
-/// The byte after each file. No text contains it: a file with this byte counts as binary.
+/// The byte that follows each file of a text. A file that contains this byte counts as binary.
 pub const SEPARATOR: u8 = 0;
 /// Size limit for files found in a folder, in bytes. Larger files are skipped.
 pub const LARGEST_FILE: u64 = 4 << 20;
@@ -97,7 +97,7 @@ impl TextBytes {
         })
     }
 
-    /// Returns all bytes.
+    /// Returns the bytes of all files, with a [`SEPARATOR`] after each.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -107,7 +107,7 @@ impl TextBytes {
         self.files
     }
 
-    /// Returns a hash of the text, for a comparison between processes that read their own files.
+    /// Returns a hash of the text, by which processes that read their own files compare them.
     pub fn fingerprint(&self) -> u64 {
         let word = |key: Key, chunk: &[u8]| {
             let mut word = [0; 8];
@@ -120,8 +120,8 @@ impl TextBytes {
             .0
     }
 
-    /// Makes the processes compare their texts. Does not block; if they differ, the programs have
-    /// diverged, as for [`Program::assert_same`].
+    /// Checks that all processes have the same text. Does not block. If texts differ, the programs
+    /// have diverged, as for [`Program::assert_same`].
     ///
     /// # Errors
     ///
@@ -136,13 +136,13 @@ impl TextBytes {
     }
 }
 
-/// Returns the error for a path that cannot be read.
+/// Creates the error for a path that cannot be read.
 fn unreadable(path: &Path, error: io::Error) -> Error {
     Error::Environment(format!("cannot read {}: {error}", path.display()))
 }
 
-/// Runs `git` to list the files that it tracks under `root`, and returns them sorted. `None`
-/// without git, without a repository, or if a name is not UTF-8.
+/// Runs `git` to list the tracked files under `root`, sorted. Returns `None` without git, without a
+/// repository, or if a name is not UTF-8.
 fn tracked_files(root: &Path) -> Option<Vec<PathBuf>> {
     let output = Command::new("git")
         .arg("-C")
@@ -166,16 +166,16 @@ fn tracked_files(root: &Path) -> Option<Vec<PathBuf>> {
     )
 }
 
-/// True if `file` is a regular file: tracked links, submodules and deleted files are not read.
+/// Returns true if `file` is a regular file: no link, submodule or deleted file.
 fn is_plain(file: &Path) -> bool {
     fs::symlink_metadata(file).is_ok_and(|kind| kind.is_file())
 }
 
-/// The files that a folder has.
+/// The regular files found in a folder.
 #[derive(Default)]
 struct FolderFiles {
     files: Vec<PathBuf>,
-    /// Number of links, which are skipped: one may lead back up.
+    /// Number of links. They are skipped, since a link may lead back to a parent folder.
     links: usize,
 }
 
@@ -199,7 +199,7 @@ impl FolderFiles {
         Ok(())
     }
 
-    /// Reads those that are text.
+    /// Reads the files that are text.
     fn read(&self, folder: &Path) -> Result<Vec<Vec<u8>>> {
         let mut texts = Vec::new();
         for file in &self.files {
@@ -234,7 +234,7 @@ impl FolderFiles {
     }
 }
 
-/// Returns the reason why these bytes of a file are no text, or `None` if they are.
+/// Returns the reason why the bytes of a file are no text, or `None` if they are text.
 fn why_binary(bytes: &[u8]) -> Option<String> {
     if let Some(at) = bytes.iter().position(|byte| *byte == SEPARATOR) {
         return Some(format!("byte {at} is a NUL, which separates files"));

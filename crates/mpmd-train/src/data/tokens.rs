@@ -6,19 +6,19 @@ use mpmd_core::{Error, Program, Result};
 
 use super::TextBytes;
 
-/// A long sequence of tokens from which [`Windows`](super::Windows) cut theirs.
+/// A long sequence of tokens, from which [`Windows`](super::Windows) takes its sequences.
 pub trait TokenSource: fmt::Debug + Send + Sync + 'static {
     /// Returns the number of tokens. It is the same on every process.
     fn tokens(&self) -> usize;
 
-    /// Reads the tokens from index `start` on.
+    /// Fills `tokens` with the tokens from index `start` on.
     ///
     /// # Errors
     ///
-    /// If there are fewer, or they cannot be read.
+    /// If there are fewer tokens from `start` on, or they cannot be read.
     fn read(&self, start: usize, tokens: &mut [u32]) -> Result<()>;
 
-    /// Makes the processes compare their tokens.
+    /// Checks that all processes have the same tokens.
     ///
     /// # Errors
     ///

@@ -13,22 +13,22 @@ use super::blocks::SequenceBlocks;
 use super::rows::{Named, array_of_rows, ends};
 use super::{Data, MicrobatchPlace, TokenSource};
 
-/// Limit on the number of held-out microbatches. It bounds the time for texts of any size.
+/// Limit on the number of held-out microbatches, which bounds the time of an evaluation.
 const MOST_HELD_OUT: usize = 256;
 
-/// Windows of a long sequence of tokens: `rows` sequences of `time` tokens, and the token that
-/// follows each.
+/// Microbatches of windows from a long sequence of tokens. A microbatch has `rows` windows of
+/// `time` tokens, and the token that follows each of these tokens.
 ///
-/// The first stage gets the sequences as its input, `[rows, time]`. The last stage gets the
-/// following tokens as the side input `targets`, of the same shape. Both are `u32`. The tokens
-/// depend only on their source, the microbatch's key and the row.
+/// The first stage gets the windows as its input, `[rows, time]`. The last stage gets the following
+/// tokens as the side input `targets`, of the same shape. Both are `u32`. The tokens depend only on
+/// their source, the microbatch's key and the row.
 ///
 /// The source is cut into blocks of [`BLOCK`](super::BLOCK) tokens. Every tenth block is held out:
-/// no training window overlaps it. With another source for evaluation nothing is held out.
+/// no training window overlaps it. With [`Windows::evaluated_on`], no block is held out.
 #[derive(Clone, Debug)]
 pub struct Windows {
     source: Arc<dyn TokenSource>,
-    /// The source for evaluation, if it is another one.
+    /// The source for evaluation, if it differs from the source for training.
     other: Option<Arc<dyn TokenSource>>,
     time: usize,
     rows: usize,
@@ -39,13 +39,13 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Creates windows of `time` tokens, `rows` of them in each microbatch, from a
-    /// [`TextBytes`](super::TextBytes) or another source. Keeps up to 256 held-out microbatches,
-    /// spread evenly.
+    /// Creates microbatches of `rows` windows of `time` tokens from a
+    /// [`TextBytes`](super::TextBytes) or another source. Uses up to 256 held-out microbatches,
+    /// spread evenly over the source.
     ///
     /// # Errors
     ///
-    /// If a size is zero, or the source has no training sequence of `time` tokens.
+    /// If a size is zero, or the source has no training window of `time` tokens and one more.
     pub fn new(source: &(impl TokenSource + Clone), time: usize, rows: usize) -> Result<Self> {
         let blocks = SequenceBlocks {
             len: source.tokens(),
@@ -70,12 +70,12 @@ impl Windows {
         })
     }
 
-    /// Evaluates on windows of another source, of up to 256 microbatches, and trains on the whole
-    /// of the first.
+    /// Evaluates on up to 256 microbatches of windows from another source. Trains on the whole
+    /// first source.
     ///
     /// # Errors
     ///
-    /// If the source has no sequence of `time` tokens.
+    /// If `source` has too few windows of `time` tokens for one microbatch.
     pub fn evaluated_on(mut self, source: &(impl TokenSource + Clone)) -> Result<Self> {
         let len = source.tokens();
         let time = self.time;
@@ -92,7 +92,7 @@ impl Windows {
         Ok(self)
     }
 
-    /// Makes `u8` arrays in place of `u32` ones. A token above 255 then fails its array.
+    /// Creates `u8` arrays instead of `u32` arrays. A token above 255 then fails the array.
     #[must_use]
     pub fn bytes(mut self) -> Self {
         self.dtype = DType::U8;
@@ -107,8 +107,8 @@ impl Windows {
         self
     }
 
-    /// Issues the making of a microbatch. `start` maps a row to the index of its first token in the
-    /// source.
+    /// Issues the operations that create a microbatch. `start` maps a row to the index of its first
+    /// token in the source.
     fn microbatch(
         &self,
         p: &mut Program,
@@ -163,7 +163,7 @@ impl Windows {
         )
     }
 
-    /// Returns the blocks of the source for training.
+    /// Returns the division of the training source into blocks.
     fn blocks(&self) -> SequenceBlocks {
         SequenceBlocks {
             len: self.source.tokens(),
@@ -171,7 +171,7 @@ impl Windows {
         }
     }
 
-    /// Returns a function from a row of a training microbatch to the index of its first token.
+    /// Returns a function that maps a row of a training microbatch to the index of its first token.
     fn training_start(
         &self,
         at: MicrobatchPlace,
@@ -187,7 +187,8 @@ impl Windows {
     }
 }
 
-/// Returns at most [`MOST_HELD_OUT`] microbatches of `rows` starts, spread evenly.
+/// Returns the first tokens of at most [`MOST_HELD_OUT`] microbatches of `rows` windows, spread
+/// evenly.
 fn some(starts: Vec<usize>, rows: usize) -> Arc<[usize]> {
     let every = starts.len().div_ceil(MOST_HELD_OUT * rows).max(1);
     starts.into_iter().step_by(every).collect()
@@ -208,8 +209,8 @@ impl Data<MpmdArray> for Windows {
         self.microbatch(p, meshes, &self.source, self.training_start(at))
     }
 
-    /// Returns the number of whole microbatches. The last held-out windows that fill none are
-    /// skipped.
+    /// Returns the number of complete held-out microbatches. The last windows are skipped if they
+    /// do not fill a microbatch.
     fn held_out_len(&self) -> usize {
         self.held_out.len() / self.rows
     }

@@ -6,14 +6,14 @@ use super::float::Float;
 /// the gradient (Loshchilov and Hutter, 2019).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
-    /// Weight of the past values in the running mean of the gradients.
+    /// Weight of the old mean in the running mean of the gradients.
     pub beta1: f64,
-    /// Weight of the past values in the running mean of the squared gradients.
+    /// Weight of the old mean in the running mean of the squared gradients.
     pub beta2: f64,
     /// Small number that prevents a division by zero.
     pub epsilon: f64,
-    /// Weight decay: each step subtracts this fraction of a weight, times the learning rate. It is
-    /// usual for matrices, but not for vectors (biases, gains).
+    /// Weight decay: each step subtracts this fraction of a weight, times the learning rate. Weight
+    /// decay is usual for matrices, but not for vectors (biases, gains).
     pub decay: f64,
 }
 
@@ -31,16 +31,16 @@ impl Default for AdamW {
 /// The values of one AdamW step that are equal for all parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamStep {
-    /// Number of this update, counted from 1.
+    /// Number of this update in the training, counted from 1.
     pub number: u64,
     /// The learning rate.
     pub rate: f64,
-    /// Factor of the gradients: the [`clip_factor`](super::clip_factor) divided by the weight of
-    /// the summed loss, for instance its number of tokens.
+    /// Factor that multiplies the gradients: the [`clip_factor`](super::clip_factor), divided by
+    /// the weight of the summed loss, such as its number of tokens.
     pub gradient_factor: f64,
 }
 
-/// The factors of an [`AdamW`] step.
+/// The factors of one [`AdamW`] step, derived from its constants and the step's number.
 pub(super) struct AdamFactors<T> {
     pub(super) rate: T,
     pub(super) root: T,
@@ -54,7 +54,7 @@ pub(super) struct AdamFactors<T> {
 
 impl AdamW {
     /// Updates the parameters `w`, the running mean `mean` of the gradients, and the running mean
-    /// `square` of their squares, once.
+    /// `square` of the squared gradients for one step.
     ///
     /// Both running means must be zeros before the first update.
     ///
@@ -96,7 +96,7 @@ impl AdamW {
         }
     }
 
-    /// Returns the factors of a step, which are the same for all elements.
+    /// Returns the factors of one step, which are equal for all elements.
     pub(super) fn factors<T: Float>(&self, step: AdamStep) -> AdamFactors<T> {
         // The running means start at zero. These factors correct the bias in the first updates.
         let unbias = |beta: f64| 1.0 - beta.powf(step.number as f64);

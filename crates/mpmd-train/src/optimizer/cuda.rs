@@ -14,7 +14,8 @@ use super::kernels::{FIGURES, FiguresOut, MOST_METRICS, wrong_state};
 use super::settings::UpdateRule;
 use super::sgd::Sgd;
 
-/// Issues the sums of the squares of those arrays that are `counted`; 0 for the others.
+/// Issues the sums of the squares of the arrays for which `counted` is true. Writes 0 for the
+/// others.
 pub(super) fn square_sums(
     cuda: &Cuda<'_>,
     arrays: &[View<'_>],
@@ -61,8 +62,8 @@ pub(super) fn square_sums(
     Ok(())
 }
 
-/// Issues the factor of the gradients and the figures of a step. `stages` are those with sums of
-/// squares, `limit` is that of the norm.
+/// Issues the computation of a step's figures and of the gradients' factor. `stages` has the stage
+/// of each array in `sums`; `limit` is the limit of the gradients' norm.
 pub(super) fn figures(
     cuda: &Cuda<'_>,
     stages: &[usize],
@@ -126,8 +127,8 @@ pub(super) fn figures(
     cuda.launch(&UPDATE, "figures", one, &args)
 }
 
-/// Issues the update of one parameter. `state` are the arrays that the rule keeps for it. The
-/// factor of the gradients is on the device; if it is NaN, nothing changes.
+/// Issues the update of one parameter. `state` has the arrays that the rule keeps for the
+/// parameter. The gradients' factor is read on the device; if it is NaN, nothing changes.
 pub(super) fn update<T: Float>(
     cuda: &Cuda<'_>,
     rule: UpdateRule,

@@ -15,9 +15,9 @@ pub trait Float:
     + Mul<Output = Self>
     + Sub<Output = Self>
 {
-    /// Converts to the nearest value of this type.
+    /// Converts `value` to the nearest value of this type.
     fn from_double(value: f64) -> Self;
-    /// Converts to double precision, without rounding.
+    /// Converts this value to double precision, without rounding.
     fn double(self) -> f64;
     /// Returns the square root.
     fn root(self) -> Self;
@@ -42,14 +42,14 @@ macro_rules! float {
 float!(f32);
 float!(f64);
 
-/// Number of elements in a group of squares that are added up first, as by a block of a CUDA
-/// device's threads.
+/// Number of elements that are summed as one block, as by a thread block of a CUDA device.
 pub(super) const BLOCK: usize = 4096;
-/// Partial sums of such a block.
+/// Number of partial sums of a block.
 pub(super) const LANES: usize = 256;
 
-/// Returns the sum of the squares of an array's elements, in doubles and in one fixed order, which
-/// CUDA devices have too: within blocks, and then over the blocks in the same way.
+/// Returns the sum of the squares of an array's elements, in double precision. The order of
+/// additions is fixed and the same as on CUDA devices: within blocks, then likewise over the
+/// blocks' sums.
 pub fn square_sum<T: Float>(array: &[T]) -> f64 {
     let mut sums = block_sums(array, |x| x.double() * x.double());
     while sums.len() > 1 {
@@ -58,7 +58,7 @@ pub fn square_sum<T: Float>(array: &[T]) -> f64 {
     sums.first().copied().unwrap_or(0.0)
 }
 
-/// Returns the sum of the terms of each block: lane by lane, then by a binary tree over the lanes.
+/// Sums `term` over each block: first per lane, then by a binary tree over the lanes.
 fn block_sums<T: Copy>(array: &[T], term: impl Fn(T) -> f64) -> Vec<f64> {
     let sum = |block: &[T]| {
         let mut lanes = [0.0; LANES];
@@ -81,9 +81,9 @@ fn block_sums<T: Copy>(array: &[T], term: impl Fn(T) -> f64) -> Vec<f64> {
     array.chunks(BLOCK).map(sum).collect()
 }
 
-/// Returns (factor, norm). The factor reduces the global norm of all gradients to at most `limit`,
-/// and is 1 if the norm is not above it. `square_sums` are the [`square_sum`]s of the gradients, in
-/// the order of the parameters.
+/// Returns (factor, norm) for the global norm of all gradients. The factor reduces the norm to
+/// `limit`, and is 1 if the norm is not above `limit`. `square_sums` has the [`square_sum`] of each
+/// gradient, in the order of the parameters.
 ///
 /// If the norm is not finite, the factor is zero or NaN: the caller should check the norm.
 pub fn clip_factor(square_sums: impl IntoIterator<Item = f64>, limit: f64) -> (f64, f64) {

@@ -15,7 +15,7 @@ use super::cuda;
 use super::float::{Float, clip_factor, square_sum};
 use super::settings::UpdateRule;
 
-/// Returns the value of a scalar float as a double.
+/// Returns the value of a scalar of a float dtype as a double.
 pub(crate) fn double(view: &View<'_>) -> Result<f64> {
     match view.global().dtype() {
         DType::F32 => Ok(f64::from(view.scalar::<f32>()?)),
@@ -26,16 +26,17 @@ pub(crate) fn double(view: &View<'_>) -> Result<f64> {
     }
 }
 
-/// Returns elements of 16 bits as f32.
+/// Converts elements of 16 bits to f32.
 fn widened<T: Copy>(elements: &[T], widen: fn(T) -> f32) -> Vec<f32> {
     elements.iter().map(|element| widen(*element)).collect()
 }
 
-/// Kernel that computes each device's share in the sums of the gradients' squares, `[leaves]`.
+/// A kernel that sums the squares of the gradients on each device: one sum per gradient,
+/// `[leaves]`.
 ///
-/// A region that several devices hold is counted by the first of them.
+/// Of several devices that hold a region, only the first counts it; the others have 0.
 pub(super) struct SquareSums {
-    /// For each gradient, the devices that count their region.
+    /// For each gradient, the devices that count their region of it.
     pub(super) counting: Vec<Vec<DeviceId>>,
 }
 
@@ -101,25 +102,25 @@ impl Kernel for SquareSums {
 
 #[derive(Tree)]
 pub(super) struct FiguresIn<L> {
-    /// For each stage with trainable parameters, the sums of the gradients' squares.
+    /// The sums of the gradients' squares, for each stage with trainable parameters.
     pub(super) sums: Vec<L>,
     pub(super) loss: Loss<L>,
-    /// Limit of the norm: an `f64`.
+    /// Limit of the mean gradient's norm: an `f64`.
     pub(super) limit: L,
 }
 
 #[derive(Tree)]
 pub(super) struct FiguresOut<L> {
-    /// Factor of the summed gradients: an `f64`. It averages and clips them. NaN if their norm is
+    /// Factor that averages and clips the summed gradients: an `f64`. It is NaN if their norm is
     /// not finite.
     pub(super) factor: L,
-    /// The figures of a step: `f64`s, `[STEP_FIGURES]`. In order: mean loss, weight, norm of the
-    /// mean gradient before clipping, the last stage with a gradient that is not finite, or -1, and
-    /// the mean metrics.
+    /// The figures of a step: `f64`s, `[STEP_FIGURES]`. Mean loss, weight, norm of the mean
+    /// gradient before clipping, the last stage whose gradients are not finite (or -1), then the
+    /// mean metrics.
     pub(super) figures: L,
 }
 
-/// Kernel that computes the gradients' factor and the figures of a step.
+/// A kernel that computes the gradients' factor and the figures of a step.
 pub(super) struct StepFigures {
     /// The stages with trainable parameters.
     pub(super) stages: Vec<usize>,
@@ -128,13 +129,13 @@ pub(super) struct StepFigures {
 /// Number of figures of a step before its metrics.
 pub(crate) const FIGURES: usize = 4;
 
-/// Limit of the metrics of a loss: figures have room for as many, so they always have one shape.
+/// Limit on the number of a loss's metrics. Arrays of figures always have space for this number.
 pub(crate) const MOST_METRICS: usize = 16;
 
 /// Number of figures of a step.
 pub(crate) const STEP_FIGURES: usize = FIGURES + MOST_METRICS;
 
-/// Returns an error if a loss has too many metrics, or figures that are no scalars of floats.
+/// Returns an error if a loss has too many metrics, or a figure that is no scalar of a float dtype.
 pub(crate) fn check_metrics(loss: &Loss<ShapedArray>) -> Result<()> {
     loss.check()?;
     let count = loss.metrics.len();
@@ -212,7 +213,7 @@ impl Kernel for StepFigures {
 pub(super) struct UpdateState<L> {
     /// The trainable parameters of a stage.
     pub(super) params: Vec<L>,
-    /// For each name of the rule's state, an array for each parameter.
+    /// For each state name of the rule, one array per parameter.
     pub(super) kept: Vec<Vec<L>>,
 }
 
@@ -220,18 +221,18 @@ pub(super) struct UpdateState<L> {
 pub(super) struct UpdateIn<L> {
     pub(super) state: UpdateState<L>,
     pub(super) gradients: Vec<L>,
-    /// Factor of the gradients: an `f64`.
+    /// Factor that multiplies the gradients: an `f64`.
     pub(super) factor: L,
-    /// Number of the update, counted from one: a `u64`.
+    /// Number of the update in the training, counted from 1: a `u64`.
     pub(super) number: L,
     /// The learning rate: an `f64`.
     pub(super) rate: L,
 }
 
-/// Kernel that updates a stage's parameters, and the optimiser's state for them, in place.
+/// A kernel that updates a stage's parameters and their optimiser state in place.
 pub(super) struct Update {
     pub(super) rule: UpdateRule,
-    /// For each parameter, true if it decays.
+    /// For each parameter, true if weight decay applies to it.
     pub(super) decays: Vec<bool>,
 }
 
@@ -336,7 +337,7 @@ impl Update {
     }
 }
 
-/// Updates one parameter. `state` are the arrays that the rule keeps for it.
+/// Updates one parameter. `state` has the arrays that the rule keeps for the parameter.
 fn update<T: Float>(
     rule: UpdateRule,
     step: AdamStep,
@@ -369,7 +370,7 @@ fn update<T: Float>(
     Ok(())
 }
 
-/// Returns the error for a rule that does not keep this number of arrays.
+/// Creates the error for a number of state arrays that does not fit the rule.
 pub(super) fn wrong_state(rule: UpdateRule, arrays: usize) -> Error {
     Error::kernel(format!("{arrays} arrays of state for {rule:?}"))
 }

@@ -33,8 +33,8 @@ pub use sgd::Sgd;
 
 use crate::tensors::owners::owners;
 
-/// An optimiser for all stages of a pipeline: its state, and the kernels that update parameters in
-/// place.
+/// An optimiser for all stages of a pipeline: its state, and the kernels that update the parameters
+/// in place.
 #[derive(Debug)]
 pub struct Optimizer {
     rule: UpdateRule,
@@ -42,24 +42,24 @@ pub struct Optimizer {
     updates: u64,
     figures: Jit<StepFigures>,
     last: Mesh,
-    /// `None` for stages without trainable parameters.
+    /// The optimiser of each stage; `None` for a stage without trainable parameters.
     stages: Vec<Option<StageOptimizer>>,
 }
 
 #[derive(Debug)]
 struct StageOptimizer {
     mesh: Mesh,
-    /// The paths of the trainable parameters, in leaf order.
+    /// The paths of the stage's trainable parameters, in leaf order.
     paths: Vec<String>,
-    /// For each name of the rule's state, an array for each path.
+    /// For each state name of the rule, one array per path.
     kept: Vec<Vec<MpmdArray>>,
     square_sums: Jit<SquareSums>,
     update: Jit<Update>,
 }
 
 impl Optimizer {
-    /// Creates the optimiser of a pipeline's trainable parameters, with its state at zero. The
-    /// state has the shardings of the stored parameters.
+    /// Creates the optimiser of a pipeline's trainable parameters. Its state is zero, in the
+    /// shardings of the stored parameters.
     ///
     /// Call it after [`Pipeline::store`], [`Pipeline::tie`] and other changes of the parameters.
     ///
@@ -113,27 +113,26 @@ impl Optimizer {
         self.updates
     }
 
-    /// Sets the number of updates so far, as when a checkpoint is loaded.
+    /// Sets the number of updates so far, for instance to that of a loaded checkpoint.
     pub fn set_updates(&mut self, updates: u64) {
         self.updates = updates;
     }
 
     /// Issues one update of the pipeline's parameters, in place, with the gradients of a step.
-    /// Returns at once.
+    /// Returns without waiting.
     ///
-    /// The gradients are divided by the weight of the step's loss. A weight of 0, such as that of
-    /// padding alone, counts as 1: its gradients are 0. `rate` is the learning rate. If the norm of
-    /// the gradients is not finite, parameters and state keep their values.
+    /// The gradients are divided by the weight of the step's loss. A weight of 0, as of padding
+    /// alone, counts as 1, and the gradients are 0. `rate` is the learning rate. If the norm of the
+    /// gradients is not finite, parameters and state keep their values.
     ///
-    /// Returns the figures of the step, `f64`s of shape `[20]` on the last stage's mesh. They are
-    /// the mean loss before the update, the weight and the norm of the mean gradient before
-    /// clipping. Then come the number of the last stage with a gradient that is not finite, or -1,
-    /// and the mean metrics.
+    /// Returns the figures of the step: `f64`s of shape `[20]` on the last stage's mesh. They are
+    /// the mean loss before the update, the weight, and the norm of the mean gradient before
+    /// clipping. Then come the number of the last stage whose gradients are not finite (or -1), and
+    /// the mean metrics.
     ///
     /// # Errors
     ///
-    /// If the gradients are not those of the trainable parameters, or the job is known to have
-    /// failed.
+    /// If the gradients do not match the trainable parameters, or the job is known to have failed.
     pub fn step<In>(
         &mut self,
         p: &mut Program,
@@ -193,13 +192,13 @@ impl Optimizer {
         Ok(figures)
     }
 
-    /// Returns (stage, path) of the first trainable parameter with a value that is not finite.
-    /// Every process gets the result. Blocks until the parameters are there. `everywhere` is a
-    /// replicated sharding over a device of each process.
+    /// Returns (stage, path) of the first trainable parameter with a value that is not finite, on
+    /// every process. Blocks until the parameters are computed. `everywhere` is a replicated
+    /// sharding over one device of each process.
     ///
     /// # Errors
     ///
-    /// If the pipeline has other parameters than the optimiser, or an operation failed.
+    /// If the pipeline's parameters are not those of the optimiser, or an operation failed.
     pub(crate) fn not_finite<In>(
         &self,
         p: &mut Program,
@@ -221,7 +220,8 @@ impl Optimizer {
         first_not_finite(sums)
     }
 
-    /// Does the same as [`Optimizer::not_finite`] for the floats that are not trained.
+    /// Does the same as [`Optimizer::not_finite`] for parameters of float dtypes that are not
+    /// trained.
     pub(crate) fn frozen_not_finite<In>(
         p: &mut Program,
         pipeline: &Pipeline<In, Loss<MpmdArray>>,
@@ -252,9 +252,8 @@ impl Optimizer {
         first_not_finite(sums)
     }
 
-    /// Returns (name, array) of each array that the optimiser keeps for a stage: `mean/<path>` and
-    /// `square/<path>` for [`AdamW`], `momentum/<path>` for [`Sgd`]. `<path>` is a parameter's path
-    /// within the stage.
+    /// Returns (name, array) of each state array of a stage: `mean/<path>` and `square/<path>` for
+    /// [`AdamW`], `momentum/<path>` for [`Sgd`]. `<path>` is the parameter's path within the stage.
     ///
     /// # Panics
     ///
@@ -271,8 +270,8 @@ impl Optimizer {
         arrays.collect()
     }
 
-    /// Replaces the arrays that the optimiser keeps for a stage, as when a checkpoint is loaded.
-    /// `state` has the names of [`Optimizer::state`], in any order.
+    /// Replaces the state arrays of a stage, for instance by those of a loaded checkpoint. `state`
+    /// has the names of [`Optimizer::state`], in any order.
     ///
     /// # Errors
     ///
@@ -382,7 +381,8 @@ impl StageOptimizer {
     }
 }
 
-/// Returns (path, array) of each parameter of a stage that is trained, or of each other one.
+/// Returns (path, array) of each parameter of a stage that is trained, or not trained if `trained`
+/// is false.
 fn params<In, Out>(
     pipeline: &Pipeline<In, Out>,
     stage: usize,
@@ -401,7 +401,7 @@ where
         .collect()
 }
 
-/// Creates the kernel of the sums of squares of some parameters of a stage.
+/// Creates a kernel that sums the squares of each of these parameters of a stage.
 fn square_sums(
     p: &mut Program,
     mesh: &Mesh,
@@ -420,8 +420,8 @@ fn square_sums(
         .build()
 }
 
-/// Returns (stage, path) of the first parameter with a value that is not finite: the sum of its
-/// squares is not finite. `sums` are (stage, paths, sums of the squares of these parameters).
+/// Returns (stage, path) of the first parameter whose sum of squares is not finite. `sums` has
+/// (stage, paths, sums of the squares of these parameters).
 fn first_not_finite(sums: Vec<(usize, Vec<String>, MpmdArray)>) -> Result<Option<(usize, String)>> {
     for (stage, paths, sums) in sums {
         let Some(sums) = sums.to_host()? else {
@@ -435,7 +435,7 @@ fn first_not_finite(sums: Vec<(usize, Vec<String>, MpmdArray)>) -> Result<Option
     Ok(None)
 }
 
-/// Returns the indices of the arrays with these paths.
+/// Returns the index in `arrays` of each path.
 fn places(arrays: &[(String, MpmdArray)], paths: &[String]) -> Result<Vec<usize>> {
     let place = |path: &String| {
         let place = arrays.iter().position(|(name, _)| name == path);
@@ -444,7 +444,7 @@ fn places(arrays: &[(String, MpmdArray)], paths: &[String]) -> Result<Vec<usize>
     paths.iter().map(place).collect()
 }
 
-/// Returns the sharding of a stored parameter that an optimiser can update.
+/// Returns the sharding of a stored parameter. Fails if an optimiser cannot update the parameter.
 fn sharding((path, param): &(String, MpmdArray)) -> Result<Sharding> {
     if !matches!(param.dtype(), DType::F32 | DType::F64) {
         let problem = format!(

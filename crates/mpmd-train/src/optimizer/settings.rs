@@ -5,17 +5,17 @@ use std::fmt;
 use super::adamw::AdamW;
 use super::sgd::Sgd;
 
-/// The rule by which an optimiser changes parameters, with its constants.
+/// An optimiser's update rule, with its constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum UpdateRule {
-    /// See [`AdamW`].
+    /// The AdamW rule: see [`AdamW`].
     AdamW(AdamW),
-    /// See [`Sgd`].
+    /// Stochastic gradient descent: see [`Sgd`].
     Sgd(Sgd),
 }
 
 impl UpdateRule {
-    /// Returns the names of the arrays that the optimiser keeps for each parameter.
+    /// Returns the names of the state arrays that the rule keeps for each parameter.
     pub fn state_names(&self) -> &'static [&'static str] {
         match self {
             Self::AdamW(_) => &["mean", "square"],
@@ -24,7 +24,7 @@ impl UpdateRule {
         }
     }
 
-    /// Returns the rule for a parameter without weight decay.
+    /// Returns the same rule with weight decay 0.
     pub(super) fn without_decay(self) -> Self {
         match self {
             Self::AdamW(adamw) => Self::AdamW(AdamW {
@@ -35,7 +35,7 @@ impl UpdateRule {
         }
     }
 
-    /// Returns the constants as words, which the processes compare.
+    /// Encodes the rule's constants as words, so that processes can compare them.
     pub(super) fn words(&self) -> Vec<u64> {
         match *self {
             Self::AdamW(AdamW {
@@ -69,12 +69,15 @@ impl From<Sgd> for UpdateRule {
     }
 }
 
-/// A function of a parameter's path within its stage and of its global shape.
+/// Decides whether weight decay applies to a parameter, by its path within the stage and its global
+/// shape.
 type Decays = Box<dyn Fn(&str, &[usize]) -> bool>;
 
-/// The settings of an [`Optimizer`](super::Optimizer). An [`AdamW`] or [`Sgd`] converts to them.
+/// The settings of an [`Optimizer`](super::Optimizer). An [`AdamW`] or [`Sgd`] converts to default
+/// settings.
 ///
-/// By default, only parameters with two or more dimensions decay, and gradients are not clipped.
+/// By default, weight decay applies only to parameters with two or more dimensions, and gradients
+/// are not clipped.
 pub struct OptimizerSettings {
     pub(super) rule: UpdateRule,
     pub(super) clip: Option<f64>,
@@ -82,7 +85,7 @@ pub struct OptimizerSettings {
 }
 
 impl OptimizerSettings {
-    /// Creates the default settings with this rule.
+    /// Creates default settings with this update rule.
     pub fn new(rule: impl Into<UpdateRule>) -> Self {
         Self {
             rule: rule.into(),
@@ -91,16 +94,16 @@ impl OptimizerSettings {
         }
     }
 
-    /// Sets the limit of the norm of the mean gradient over all parameters. A larger gradient is
-    /// scaled down to it.
+    /// Sets the limit of the norm of the mean gradient over all parameters. Gradients with a larger
+    /// norm are scaled down to the limit.
     #[must_use]
     pub fn clip(mut self, limit: f64) -> Self {
         self.clip = Some(limit);
         self
     }
 
-    /// Sets the parameters that decay: those for which `decays` returns true. Its arguments are the
-    /// parameter's path within its stage, such as `blocks/3/w`, and its global shape.
+    /// Applies weight decay to the parameters for which `decays` returns true. Its arguments are
+    /// the parameter's path within its stage, such as `blocks/3/w`, and its global shape.
     ///
     /// `decays` must return the same on every process.
     #[must_use]

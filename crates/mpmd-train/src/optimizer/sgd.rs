@@ -4,23 +4,23 @@ use super::float::Float;
 
 /// The constants of stochastic gradient descent, except the learning rate.
 ///
-/// `decay` times the parameter is added to the gradient. With momentum, the running sum `m` of the
-/// gradients becomes `momentum * m + gradient`, and the parameter moves along `m`. Nesterov's form
-/// moves it along `gradient + momentum * m`.
+/// The gradient is increased by `decay` times the parameter. With momentum, the running sum `m` of
+/// the gradients becomes `momentum * m + gradient`, and the update subtracts the learning rate
+/// times `m`. Nesterov's form uses `gradient + momentum * m` instead of `m`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sgd {
-    /// Weight of the past values in the running sum of the gradients. With zero there is no sum,
-    /// and the optimiser keeps no arrays.
+    /// Weight of the old sum in the running sum of the gradients. If it is 0, the optimiser keeps
+    /// no running sum.
     pub momentum: f64,
-    /// Weight decay, added to the gradient as this fraction of the parameter.
+    /// Weight decay: this fraction of a parameter is added to its gradient.
     pub decay: f64,
     /// True for Nesterov's form of momentum.
     pub nesterov: bool,
 }
 
 impl Sgd {
-    /// Updates the parameters `w` and the running sum of the gradients, once. `rate` is the
-    /// learning rate, and `factor` the factor of the gradients.
+    /// Updates the parameters `w` and the running sum of the gradients for one step. `rate` is the
+    /// learning rate; `factor` multiplies the gradients.
     ///
     /// The running sum must be zeros before the first update. It is `None` without momentum.
     ///

@@ -12,14 +12,15 @@ use rustix::fs::statvfs;
 use super::failed;
 use crate::agree::{agree, on_first};
 
-/// Creates `folder` if it is missing. Each process creates and removes a file there, and checks
-/// that there is room for `bytes`: those that all processes together will write. Every process must
-/// call it before it writes there, so that a folder without room is found early. In a dry run it
-/// does nothing.
+/// Checks that all processes can write to `folder`, so that a folder without space is found early.
+/// Creates the folder if it is missing. Each process creates and removes a file in it, and checks
+/// that its disk has space for `bytes`, the total that all processes will write. Every process must
+/// call it. Does nothing in a dry run.
 ///
 /// # Errors
 ///
-/// If a process cannot, or there is less room. Every process gets the same error.
+/// If a process cannot create a file, or the disk has less space. Every process gets the same
+/// error.
 pub fn check_folder(p: &mut Program, folder: &Path, bytes: u64) -> Result<()> {
     let first = on_first(p, folder.to_owned(), || {
         create_folder(folder)?;
@@ -45,8 +46,8 @@ fn try_folder(folder: &Path) -> Result<()> {
     tried.map_err(|error| failed(folder, &format!("no file can be created there: {error}")))
 }
 
-/// Checks that the disk of a folder has room for so many bytes. Some file systems say nothing of
-/// that.
+/// Checks that the disk of a folder has space for `bytes` bytes. Succeeds if the file system does
+/// not report its space.
 fn find_room(folder: &Path, bytes: u64) -> Result<()> {
     let Ok(disk) = statvfs(folder) else {
         return Ok(());
@@ -66,13 +67,13 @@ fn find_room(folder: &Path, bytes: u64) -> Result<()> {
     }
 }
 
-/// Writes a file beside `path`, and gives it this name when it is on the disk. So a reader sees the
-/// old file or the new one. Where `path` was a link or has other names, their files keep their
-/// content.
+/// Replaces the file at `path`, so that readers see the old content or the new content, never a
+/// part. Writes a temporary file in the same folder and renames it to `path` after it is on the
+/// disk. If `path` is a link or one of several hard links, the linked file keeps its content.
 ///
 /// # Errors
 ///
-/// If the file cannot be written. Then `path` is as it was.
+/// If the file cannot be written. If that fails before the renaming, `path` is unchanged.
 pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let partial = beside(path);
     let placed = write_new(&partial, bytes)
@@ -81,7 +82,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     sync_folder(parent(path))
 }
 
-/// Writes a new file. Removes it if that fails.
+/// Writes a new file and waits until it is on the disk. Removes the file if that fails.
 pub(crate) fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::create_new(path)?;
     let written = file.write_all(bytes).and_then(|()| file.sync_all());
@@ -96,19 +97,19 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
     }
 }
 
-/// Returns a suffix that no other file's name has.
+/// Returns a random suffix for the name of a temporary file.
 pub(crate) fn partial() -> String {
     format!(".partial-{:016x}", fastrand::u64(..))
 }
 
-/// Returns `path` with a suffix that no other file's name has.
+/// Returns `path` with a random suffix, for a temporary file in the same folder.
 pub(crate) fn beside(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(partial());
     name.into()
 }
 
-/// Creates a folder and those above it, if they are missing.
+/// Creates a folder and its missing parent folders.
 pub(crate) fn create_folder(folder: &Path) -> Result<()> {
     let above = folder
         .ancestors()
@@ -120,13 +121,13 @@ pub(crate) fn create_folder(folder: &Path) -> Result<()> {
         .try_for_each(|folder| sync_folder(parent(folder)))
 }
 
-/// Blocks until the names in a folder are on the disk.
+/// Blocks until the folder's entries are on the disk.
 pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
     let synced = File::open(folder).and_then(|folder| folder.sync_all());
     synced.map_err(|error| failed(folder, &error))
 }
 
-/// Returns the folder that has this file or folder.
+/// Returns the folder that contains `path`.
 fn parent(path: &Path) -> &Path {
     let parent = path
         .parent()

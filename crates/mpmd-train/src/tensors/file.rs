@@ -17,12 +17,12 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use super::refuse_pointer;
 use super::runs::runs;
 
-/// Limit on the length of an accepted header, in bytes. It bounds the memory that a broken file can
-/// make us allocate.
+/// Limit on the length of an accepted header, in bytes. It bounds the memory that a damaged file
+/// can make the reader allocate.
 pub(crate) const LONGEST_HEADER: u64 = 100 << 20;
 
-/// An open safetensors file: its path and its header. Values are read later, by region. Clones are
-/// cheap.
+/// An open safetensors file: its path and its header. Values are read later, by region. Clones
+/// share the header.
 #[derive(Clone)]
 pub struct TensorFile {
     path: Arc<Path>,
@@ -33,12 +33,12 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// Reads the header of a file, but no values.
+    /// Opens a file and reads its header, but no values.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is no safetensors file but for instance a pointer of Git LFS, or
-    /// is shorter than its header says.
+    /// If the file cannot be read, is no safetensors file (such as a pointer of Git LFS), or is
+    /// shorter than its header says.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = open_regular(&path).map_err(|error| failed(&path, &error))?;
@@ -61,7 +61,7 @@ impl TensorFile {
         &self.path
     }
 
-    /// Returns the value of a metadata key. `None` if the file does not have the key.
+    /// Returns the value of a metadata key; `None` if the file does not have the key.
     pub fn metadata(&self, key: &str) -> Option<&str> {
         self.header
             .metadata()
@@ -79,7 +79,7 @@ impl TensorFile {
     ///
     /// # Errors
     ///
-    /// If the file has no such array, or one of a dtype that this project lacks.
+    /// If the file has no such array, or the array has a dtype that mpmd lacks.
     pub fn aval(&self, name: &str) -> Result<ShapedArray> {
         let info = self.info(name)?;
         let known = DType::ALL
@@ -122,8 +122,8 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Returns a hash of the shape, the dtype and samples of the values of an array. There are up
-    /// to `samples` samples of 4 KiB, spread evenly over the values.
+    /// Returns a hash of an array's shape, dtype and samples of its values. Takes up to `samples`
+    /// samples of 4 KiB, spread evenly over the values.
     ///
     /// # Errors
     ///
@@ -160,17 +160,17 @@ impl fmt::Debug for TensorFile {
     }
 }
 
-/// Returns an error that names a file or folder and the reason.
+/// Creates an error that names a file or folder and the reason.
 pub(crate) fn failed(path: &Path, why: &dyn fmt::Display) -> Error {
     Error::Environment(format!("{}: {why}", path.display()))
 }
 
-/// Returns the start of a safetensors file with these arrays, and the offset of each array's values
-/// in the file, in bytes. The values follow in the same order, without gaps.
+/// Returns the header of a safetensors file with these arrays, and the offset of each array's
+/// values in the file, in bytes. The values follow in the same order, without gaps.
 ///
 /// # Errors
 ///
-/// If safetensors lacks the dtype of an array.
+/// If safetensors has no name for the dtype of an array.
 pub fn header(
     arrays: &[(String, ShapedArray)],
     metadata: &BTreeMap<String, String>,
@@ -213,7 +213,7 @@ pub fn header(
     Ok((start, offsets))
 }
 
-/// A reason why a file is not a whole safetensors file.
+/// A reason why a file is not a complete safetensors file.
 #[derive(Debug, thiserror::Error)]
 enum HeaderFault {
     #[error("no safetensors file: it has no header")]
@@ -228,7 +228,7 @@ enum HeaderFault {
     CutValues { found: u64, expected: u64 },
 }
 
-/// Reads the header of a file of `found` bytes. Returns the header and the offset of the values in
+/// Reads the header of a file of `found` bytes. Returns the header, and the offset of the values in
 /// the file, in bytes.
 fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), HeaderFault> {
     let mut length = [0; 8];
@@ -254,7 +254,7 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Heade
     Ok((header, start))
 }
 
-/// Returns safetensors' name of a dtype, if it has one.
+/// Returns safetensors' name of a dtype; `None` if it lacks the dtype.
 fn safetensors_dtype(dtype: DType) -> Option<Dtype> {
     Some(match dtype {
         DType::Bool => Dtype::BOOL,

@@ -16,28 +16,28 @@ use serde_json::json;
 use super::runs::runs;
 use super::{failed, header};
 
-/// The name of the file with all arrays.
+/// The name of a model's file if a single file has all arrays.
 pub(crate) const MODEL: &str = "model.safetensors";
-/// The name of the file that says which array is in which file, if there are several.
+/// The name of a model's index, which maps each array to its file if there are several.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
-/// Limit on the size of an index that is read, in bytes.
+/// Limit on the bytes that are read from an index.
 pub(crate) const LARGEST_INDEX: u64 = 64 << 20;
 
-/// The plan of the files of some arrays. It depends on names, shapes and dtypes only, so it is the
-/// same on every process.
+/// A plan of the safetensors files for some arrays. It depends only on names, shapes and dtypes, so
+/// it is the same on every process.
 #[derive(Clone)]
 pub(crate) struct TensorFiles {
     pub(crate) files: Vec<PlannedFile>,
     arrays: Vec<PlannedArray>,
 }
 
-/// A file to be written.
+/// A safetensors file that is to be written.
 #[derive(Clone)]
 pub(crate) struct PlannedFile {
-    /// The name that the file has unless a file of an older model has it: see
-    /// [`TensorFiles::names`].
+    /// The default name of the file. A save may choose another name from [`TensorFiles::names`] if
+    /// files of an older model have this one.
     pub(crate) name: String,
-    /// The bytes before the first value.
+    /// The file's header: all bytes before the first value.
     pub(crate) start: Vec<u8>,
     /// Length of the file in bytes.
     pub(crate) bytes: u64,
@@ -47,19 +47,19 @@ pub(crate) struct PlannedFile {
 struct PlannedArray {
     name: String,
     aval: ShapedArray,
-    /// Index of the file.
+    /// Index of the array's file in the plan.
     file: usize,
-    /// Offset of the values in the file, in bytes.
+    /// Offset of the array's values in the file, in bytes.
     offset: u64,
 }
 
 impl TensorFiles {
-    /// Puts the arrays into files, in order. Begins a new file when one would have more than
-    /// `file_bytes` bytes of values.
+    /// Distributes the arrays over files, in order. Begins a new file when a file would have more
+    /// than `file_bytes` bytes of values.
     ///
     /// # Errors
     ///
-    /// If two arrays have one name, or safetensors lacks the dtype of an array.
+    /// If two arrays have the same name, or safetensors lacks the dtype of an array.
     pub(crate) fn plan(
         arrays: &[(String, ShapedArray)],
         file_bytes: u64,
@@ -112,8 +112,9 @@ impl TensorFiles {
         Ok(plan)
     }
 
-    /// Returns the names of the files in order. There are several lists of names for several files,
-    /// numbered from 1, so that a new model can be complete beside an older one.
+    /// Returns the names of the files, in order. `list` numbers alternative lists of names from 1,
+    /// so that a new model can be complete beside an older one. A single file always has the same
+    /// name.
     pub(crate) fn names(&self, list: usize) -> Vec<String> {
         let count = self.files.len();
         (0..count)
@@ -121,7 +122,7 @@ impl TensorFiles {
             .collect()
     }
 
-    /// Returns the content of the index, which says by array which of the files `names` has it.
+    /// Returns the content of the index, which maps each array to its file among `names`. Returns
     /// `None` if there is one file.
     pub(crate) fn index(&self, names: &[String]) -> Option<Vec<u8>> {
         if names.len() == 1 {
@@ -137,12 +138,12 @@ impl TensorFiles {
         Some(format!("{index:#}\n").into_bytes())
     }
 
-    /// Creates the files in `folder` with their headers and full lengths. Appends `suffix` to all
-    /// names.
+    /// Creates the files in `folder` with their headers and full lengths. Appends `suffix` to each
+    /// default name.
     ///
     /// # Errors
     ///
-    /// If there is a file of such a name, or one cannot be written.
+    /// If a file of such a name exists, or a file cannot be written.
     pub(crate) fn create(&self, folder: &Path, suffix: &str) -> Result<()> {
         for planned in &self.files {
             let path = folder.join(planned.name.clone() + suffix);
@@ -156,8 +157,8 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Opens the files in `folder`, which [`TensorFiles::create`] has made with the same `suffix`,
-    /// when they are first written to.
+    /// Returns a writer to the files that [`TensorFiles::create`] has created in `folder` with the
+    /// same `suffix`. It opens a file at the first write.
     pub(crate) fn writer(&self, folder: &Path, suffix: &str) -> FilesWriter<'_> {
         let paths = self
             .files
@@ -170,14 +171,14 @@ impl TensorFiles {
     }
 }
 
-/// Writes regions of arrays to files that other processes write to as well.
+/// Writes regions of arrays to files to which other processes write too.
 pub(crate) struct FilesWriter<'a> {
     plan: &'a TensorFiles,
     files: Vec<(PathBuf, Option<File>)>,
 }
 
 impl FilesWriter<'_> {
-    /// Writes a region of the array at index `array`. `bytes` are its elements in row-major order.
+    /// Writes a region of the array at index `array`. `bytes` has its elements in row-major order.
     pub(crate) fn write(&mut self, array: usize, region: &Region, bytes: &[u8]) -> Result<()> {
         let PlannedArray {
             name,
@@ -197,8 +198,8 @@ impl FilesWriter<'_> {
         Ok(())
     }
 
-    /// Blocks until all that was written is on the disk. On the process that has created the files,
-    /// `created`, this includes their headers.
+    /// Blocks until all written bytes are on the disk. `created` is true on the process that has
+    /// created the files, so that their headers are included.
     pub(crate) fn sync(mut self, created: bool) -> Result<()> {
         self.files.iter_mut().try_for_each(|(path, open)| {
             if open.is_none() && !created {
@@ -210,7 +211,7 @@ impl FilesWriter<'_> {
     }
 }
 
-/// Opens a file for writing, unless that is done.
+/// Returns the file for writing. Opens it at the first call.
 fn opened<'a>(path: &Path, open: &'a mut Option<File>) -> Result<&'a File> {
     if let Some(file) = open {
         return Ok(file);
@@ -220,7 +221,7 @@ fn opened<'a>(path: &Path, open: &'a mut Option<File>) -> Result<&'a File> {
     Ok(open.insert(opened.map_err(|error| failed(path, &error))?))
 }
 
-/// Returns the name of a file of a model.
+/// Returns the name of file `file` of `count` files, in list `list` of names.
 fn file_name(file: usize, count: usize, list: usize) -> String {
     let file = file + 1;
     match (count, list) {
@@ -230,8 +231,8 @@ fn file_name(file: usize, count: usize, list: usize) -> String {
     }
 }
 
-/// Returns the names of the safetensors files that the index of a folder lists, without those in
-/// other folders. Empty if there is no valid index.
+/// Returns the names of the safetensors files in `folder` that its index lists. Empty if the folder
+/// has no valid index.
 pub(crate) fn indexed(folder: &Path) -> BTreeSet<String> {
     #[derive(Deserialize)]
     struct Index {

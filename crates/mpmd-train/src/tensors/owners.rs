@@ -5,11 +5,11 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 
-/// Limit on the bytes of a piece, unless a single element is larger.
+/// Limit on the bytes of a piece, unless the piece is a single element.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
 
-/// Returns the sharding that has each region on one device: the first that holds it in the order of
-/// `sharding`.
+/// Returns a sharding in which only one device has each region: the first device in the order of
+/// `sharding` that holds it.
 ///
 /// # Errors
 ///
@@ -23,8 +23,8 @@ pub(crate) fn owners(aval: &ShapedArray, sharding: &Sharding) -> Result<Sharding
     Ok(sharding.first_holders(aval.shape())?)
 }
 
-/// Returns the pieces of a region, in row-major order. Each has at most `bytes` bytes, or is one
-/// element. Their elements follow each other without gaps in a buffer of the region. `item` is the
+/// Divides a region into pieces of at most `bytes` bytes, or of one element, in row-major order. In
+/// a buffer of the region, each piece is contiguous and follows the previous one. `item` is the
 /// size of an element in bytes. An empty region has no pieces.
 pub(crate) fn pieces(region: &Region, item: usize, bytes: usize) -> Vec<Region> {
     let size = region.elements() * item;

@@ -4,9 +4,9 @@
 use std::io::{Error, ErrorKind, Result};
 use std::path::Path;
 
-/// The start of every pointer.
+/// The first bytes of every pointer of Git LFS.
 const START: &[u8] = b"version https://git-lfs.github.com/spec/";
-/// Limit on the size of a pointer, in bytes, by the specification of Git LFS.
+/// Limit on the size of a pointer in bytes, from the specification of Git LFS.
 const LARGEST: u64 = 1024;
 
 /// Reads a regular file of at most `most` bytes.
@@ -14,7 +14,7 @@ const LARGEST: u64 = 1024;
 /// # Errors
 ///
 /// If the file cannot be opened, is no regular file, or is larger. If it is a pointer of Git LFS,
-/// an error of the kind [`ErrorKind::InvalidData`].
+/// the error has the kind [`ErrorKind::InvalidData`].
 pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>> {
     let bytes = mpmd_core::read_regular(path, most)?;
     if bytes.starts_with(START) && bytes.len() as u64 <= LARGEST {
@@ -24,11 +24,11 @@ pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Fails if a file of `bytes` bytes is a pointer of Git LFS.
+/// Returns an error if a file of `bytes` bytes is a pointer of Git LFS.
 ///
 /// # Errors
 ///
-/// As for [`read_regular`].
+/// Returns the errors of [`read_regular`].
 pub fn refuse_pointer(path: &Path, bytes: u64) -> Result<()> {
     if bytes <= LARGEST {
         read_regular(path, LARGEST)?;

@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use mpmd_layout::region::Region;
 
-/// Returns the contiguous runs of bytes that `region` takes in an array of this global shape, as
-/// ranges from the array's first byte, in order. `item` is the size of an element in bytes.
+/// Returns the contiguous ranges of bytes that `region` occupies in an array of this global shape,
+/// in order. Ranges count from the array's first byte. `item` is the size of an element in bytes.
 ///
-/// Together the runs are the region's elements in row-major order. An empty region has no runs.
+/// Together the ranges have the region's elements in row-major order. An empty region has no
+/// ranges.
 pub fn runs(
     shape: &[usize],
     region: &Region,

@@ -18,32 +18,31 @@ use super::files::{FilesWriter, INDEX, MODEL, TensorFiles, indexed};
 use super::owners::{PIECE_BYTES, owners, pieces};
 use crate::agree::{agree, on_first};
 
-/// Writes arrays to safetensors files in `folder`, as hubs of models have them. Every process must
-/// call it, and see the same folder. Blocks until the files are complete.
+/// Writes arrays to safetensors files in `folder`, in the layout of model hubs. Every process must
+/// call it and see the same folder. Blocks until the files are complete. Writes nothing in a dry
+/// run.
 ///
-/// Each array has a name, and the dtype that it gets in the file: its own, or `bf16` or `f16` for
-/// an array of `f32`. If the name has a `*`, the array is saved as several: one for each index of
-/// its first dimension, which replaces the `*`. The file is `model.safetensors`. If it would have
-/// more than `file_bytes` bytes, there are `model-00001-of-00003.safetensors` and so on, with
+/// Each array has a name, and a dtype in the file: its own dtype, or `bf16` or `f16` for an array
+/// of `f32`. If the name has a `*`, each index of the first dimension is saved as an array of its
+/// own, and the index replaces the `*`. The file is `model.safetensors`. If it would have more than
+/// `file_bytes` bytes, there are `model-00001-of-00003.safetensors` and so on, with
 /// `model.safetensors.index.json`. A saved array is always in one file.
 ///
-/// Each process writes the regions that its devices hold; a region of several devices is written
-/// by the first of them.
+/// Each process writes the regions that its devices hold. If several devices hold a region, the
+/// first of them writes it.
 ///
-/// At every moment the folder has the older model whole, or the new one. The files are written
-/// beside the older ones, never through links. If several files are to have the names of older
-/// ones, they are called `model-2-00001-of-00003.safetensors` and so on. When all are complete, the
-/// index or the only file gets its name. Then `model.safetensors` or the index of the older model
-/// is removed, and the files that its index names. A crash may leave files that nothing reads:
-/// files whose names end with `.partial` and a number, parts of the new model without an index, or
-/// parts of the older one.
-///
-/// In a dry run it writes nothing.
+/// At every moment the folder has either the older model or the new model, complete. The new files
+/// are written beside the older files, never through links. If several new files would get names of
+/// older files, they are named `model-2-00001-of-00003.safetensors` and so on. When all files are
+/// complete, the index or the single file gets its name. Then the older model's index or
+/// `model.safetensors` is removed, and the files that its index lists. A crash may leave unused
+/// files: names that end with `.partial` and a number, parts of the new model without an index, or
+/// parts of the older model.
 ///
 /// # Errors
 ///
-/// If two arrays have one name, a dtype is none of those above, or an array holds partial sums. If
-/// an array's operation failed, or a file cannot be written. Every process gets the same error.
+/// If two arrays have the same name, a dtype is none of the above, or an array holds partial sums.
+/// If an array's operation failed, or a file cannot be written. Every process gets the same error.
 pub fn save(
     p: &mut Program,
     folder: &Path,
@@ -104,8 +103,7 @@ pub fn save(
     committed
 }
 
-/// The files of a save, which have no names yet that a reader knows. Removes those that are left at
-/// its end.
+/// The paths of a save's temporary files. Dropping it removes the files that were not renamed.
 struct Rests(Vec<PathBuf>);
 
 impl Drop for Rests {
@@ -115,15 +113,15 @@ impl Drop for Rests {
     }
 }
 
-/// Returns the sharding of an array in which each region is in the host memory of its owner.
+/// Returns a sharding that puts each region of an array into the host memory of its owner.
 pub(crate) fn host_owners(p: &Program, array: &MpmdArray) -> Result<Sharding> {
     let first = || Sharding::single_device(p.topology().device_ids()[0]);
     let sharding = array.sharding().cloned().unwrap_or_else(first);
     Ok(owners(array.aval(), &sharding)?.with_memory_kind(MemoryKind::Host))
 }
 
-/// Writes this process's regions of an array to the saved array at `first`. With `is_several`, to
-/// one saved array for each index of the first dimension, from there on.
+/// Writes this process's regions of an array to the saved array at index `first`. If `is_several`
+/// is true, writes each index of the first dimension to a saved array of its own, from `first` on.
 fn write(
     writer: &mut FilesWriter<'_>,
     first: usize,
@@ -156,7 +154,7 @@ fn write(
     Ok(())
 }
 
-/// Converts elements of dtype `from`, which [`save`] has checked.
+/// Converts elements from dtype `from` to dtype `to`. [`save`] has checked that it can.
 fn converted(bytes: &[u8], from: DType, to: DType) -> Cow<'_, [u8]> {
     let singles = bytes
         .as_chunks::<4>()
@@ -174,12 +172,12 @@ fn converted(bytes: &[u8], from: DType, to: DType) -> Cow<'_, [u8]> {
     }
 }
 
-/// Renames the complete files from their temporary names, which end in `suffix`, to the names of a
-/// model. Then removes the files that only the older model has. Calls `before` before each change
-/// of the folder.
+/// Renames the complete files from temporary names, which end in `suffix`, to the names of a model.
+/// Then removes files that belong only to the older model. Calls `before` before each change of the
+/// folder.
 ///
-/// A reader takes `model.safetensors` if there is one, otherwise the files of the index. So one
-/// rename, or the removal of `model.safetensors`, replaces the older model by the new one.
+/// Readers use `model.safetensors` if it exists, otherwise the files of the index. So a single
+/// renaming, or the removal of `model.safetensors`, replaces the older model by the new model.
 fn commit(
     files: &TensorFiles,
     folder: &Path,
@@ -220,8 +218,8 @@ fn commit(
     sync_folder(folder)
 }
 
-/// Returns names for the files. Several files get names that no file in the folder has, and that no
-/// other save will take: empty files have them from now on.
+/// Chooses names for the files. If there are several files, reserves names that are free in the
+/// folder by creating empty files.
 fn reserve(files: &TensorFiles, folder: &Path, before: &mut impl FnMut()) -> Result<Vec<String>> {
     let mut list = 0;
     loop {

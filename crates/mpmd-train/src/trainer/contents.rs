@@ -8,13 +8,13 @@ use mpmd_core::{MpmdArray, Result};
 use super::Trainer;
 use crate::checkpoint::CheckpointContents;
 
-/// Name of a parameter without a path: one that is all parameters of its stage.
+/// Name of a parameter with an empty path, which is the only parameter of its stage.
 const WHOLE: &str = "param";
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
-    /// Returns the arrays that a checkpoint has, and the position. If two stages have parameters of
-    /// one path, all names begin with the stage, as in `stage.1.`. With `trained_only`, leaves out
-    /// the parameters that are not trained.
+    /// Returns the arrays of a checkpoint, and the training's position. If two stages have
+    /// parameters of the same path, all names begin with the stage, as in `stage.1.`. If
+    /// `trained_only` is true, leaves out the parameters that are not trained.
     pub(super) fn contents(&self, trained_only: bool) -> CheckpointContents {
         let pipeline = &self.pipeline;
         let optimizer = &self.optimizer;
@@ -62,7 +62,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         }
     }
 
-    /// Replaces all arrays of [`Trainer::contents`] by `arrays`, which are in its order.
+    /// Replaces the arrays of [`Trainer::contents`] by `arrays`, in the same order.
     pub(super) fn set_arrays(&mut self, arrays: Vec<MpmdArray>, trained_only: bool) -> Result<()> {
         let mut arrays = arrays.into_iter();
         for stage in 0..self.pipeline.stages() {

@@ -11,19 +11,19 @@ use super::progress::say;
 use super::report::{EvaluationReport, StepReport};
 use crate::tensors::disk::beside;
 
-/// A file with one line of JSON for each step, each evaluation and each recovery. A line that
-/// cannot be written is left out: the training is worth more.
+/// A file with one line of JSON for each step, evaluation and recovery. A line that cannot be
+/// written is skipped, so that the training continues.
 pub(super) struct MetricsFile {
     file: File,
     path: PathBuf,
-    /// True once a warning has said that lines are missing.
+    /// True after a warning about missing lines.
     has_warned: bool,
-    /// Seconds of the earlier runs that the file has.
+    /// Seconds of earlier runs, whose lines are in the file.
     before: f64,
 }
 
 impl MetricsFile {
-    /// Opens the file. With `append`, keeps the lines that it has.
+    /// Opens the file. If `append` is true, keeps its lines.
     pub(super) fn open(path: &Path, append: bool) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.create(true).write(true);
@@ -44,7 +44,7 @@ impl MetricsFile {
         Ok(Self::of(file, path, &text))
     }
 
-    /// Returns the metrics that go on in a file with this text.
+    /// Continues the metrics of `file`, which contains `text`.
     fn of(file: File, path: &Path, text: &str) -> Self {
         Self {
             file,
@@ -54,10 +54,11 @@ impl MetricsFile {
         }
     }
 
-    /// Opens the file in a later epoch of a job, in which steps come again from `step` on and
-    /// evaluations from `evaluation` on: keeps the whole lines before those, and those of
-    /// recoveries. A process that had the file open before, and wakes, writes to a file without a
-    /// name.
+    /// Opens the file in a later epoch of a job, which repeats steps from `step` on and evaluations
+    /// from `evaluation` on. Keeps the complete lines before those, and the lines of recoveries.
+    ///
+    /// Replaces the file by a new one. A stopped process that still has the old file open cannot
+    /// write to the new one.
     pub(super) fn resume(path: &Path, step: u64, evaluation: u64) -> Result<Self> {
         let refused = |error: &std::io::Error| unwritable(path, error);
         let text = match std::fs::read_to_string(path) {
@@ -92,8 +93,8 @@ impl MetricsFile {
         Ok(Self::of(file, path, &kept))
     }
 
-    /// Writes the figures of a step. `seconds` is the time since the start of the run. `tokens` is
-    /// the step's weight.
+    /// Writes the figures of a step. `seconds` is the time since the start of the run. The field
+    /// `tokens` is the step's weight.
     pub(super) fn step(&mut self, report: &StepReport, seconds: f64) {
         let StepReport {
             step,
@@ -124,7 +125,7 @@ impl MetricsFile {
         self.line(&line);
     }
 
-    /// Writes the recovery after which the training goes on from `step` updates.
+    /// Writes a recovery, after which the training continues from `step` updates.
     pub(super) fn recovery(&mut self, step: u64, recovery: &Recovery) {
         let Recovery {
             epoch,
@@ -142,7 +143,7 @@ impl MetricsFile {
         }));
     }
 
-    /// Writes a line at once, so that a killed process leaves whole lines. Warns once if that
+    /// Writes a line at once, so that a killed process leaves complete lines. Warns once if a write
     /// fails.
     fn line(&mut self, value: &serde_json::Value) {
         let whole = self.file.metadata().map(|file| file.len());
@@ -164,7 +165,7 @@ impl MetricsFile {
     }
 }
 
-/// Returns the seconds of the last step or evaluation in a file's text, or 0.
+/// Returns the field `seconds` of the last step or evaluation in the file's text, or 0.
 fn last_seconds(text: &str) -> f64 {
     let lines = text
         .lines()

@@ -30,8 +30,8 @@ use report::{MetricNames, ProcessReport, Reporter};
 
 /// A pipeline under training: parameters, optimiser, schedule and learning rate.
 ///
-/// [`Trainer::run`] is the whole loop. [`Trainer::step`] and [`Trainer::evaluate`] are its parts,
-/// for loops of your own.
+/// [`Trainer::run`] is the complete training loop. For a custom loop, call [`Trainer::step`] and
+/// [`Trainer::evaluate`].
 pub struct Trainer<In> {
     pipeline: Pipeline<In, Loss<MpmdArray>>,
     schedule: Schedule,
@@ -41,36 +41,36 @@ pub struct Trainer<In> {
     seed: u64,
     status: ProcessReport,
     watches: bool,
-    /// The shapes of microbatches for which the stages were probed.
+    /// The shapes of microbatches for which the stages have been probed.
     probed: Vec<MicrobatchShapes<In>>,
-    /// The folder and the step of the last checkpoint that was saved or restored.
+    /// The folder and the step of the checkpoint that was last saved or restored.
     saved: Option<(PathBuf, u64)>,
-    /// The figures of the last steps, of a training that may resume; else empty.
+    /// The figures of the last steps, if the training may resume; else empty.
     recent: VecDeque<Recent>,
-    /// The commits of a training that may resume.
+    /// The job's commits, if the training may resume from them.
     commits: Option<Commits>,
-    /// True from a restored commit until the loop goes on from it.
+    /// True from the restoring of a commit until the training loop continues from it.
     is_resumed: bool,
-    /// The names of the metrics of the last step's or evaluation's loss.
+    /// The metric names of the loss of the last step or evaluation.
     metrics: MetricNames,
-    /// The recovery that the loop has not written to the metrics yet.
+    /// The last recovery, if the loop has not written it to the metrics yet.
     recovery: Option<Recovery>,
     after_step: Option<AfterStep<In>>,
 }
 
-/// A function of the caller that is called after each step was issued.
+/// A function of the caller that is called after each step is issued.
 type AfterStep<In> =
     Box<dyn FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send>;
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
-    /// Creates a trainer that runs `pipeline` by `schedule`. `settings` are those of the optimiser:
+    /// Creates a trainer that runs `pipeline` by `schedule`. `settings` configures the optimiser:
     /// for instance `AdamW::default()`, or an [`OptimizerSettings`].
     ///
     /// The learning rate is 0.001 until [`Trainer::rate`] sets it, and the seed is 0.
     ///
     /// # Errors
     ///
-    /// Those of [`Optimizer::new`], and if a process of the job has no device.
+    /// Returns the errors of [`Optimizer::new`]. If a process of the job has no device.
     pub fn new(
         p: &mut Program,
         pipeline: Pipeline<In, Loss<MpmdArray>>,
@@ -106,15 +106,15 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Sets the limit of the norm of the mean gradient over all parameters. A larger gradient is
-    /// scaled down to it.
+    /// Sets the limit of the norm of the mean gradient over all parameters. Gradients with a larger
+    /// norm are scaled down to the limit.
     #[must_use]
     pub fn clip(mut self, limit: f64) -> Self {
         self.optimizer.set_clip(Some(limit));
         self
     }
 
-    /// Computes the stages in `dtype`, as with `DType::Bf16`; parameters, their gradients, the
+    /// Computes the stages in `dtype`, such as `DType::Bf16`. Parameters, their gradients, the
     /// optimiser's state, losses and norms stay f32. See [`Pipeline::compute_in`].
     ///
     /// # Errors
@@ -125,14 +125,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(self)
     }
 
-    /// Sets the seed of the random keys of all microbatches.
+    /// Sets the seed from which the random keys of all microbatches are derived.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Turns the replay of steps and evaluations on or off; on by default. See
+    /// Enables or disables the replay of steps and evaluations. Enabled by default. See
     /// [`Pipeline::replay`].
     #[must_use]
     pub fn replay(mut self, yes: bool) -> Self {
@@ -140,9 +140,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Calls `f` in [`Trainer::run`] on every process after each step was issued, with the number
-    /// of updates and the pipeline: for instance to [publish](mpmd_core::weights::Publisher) its
-    /// parameters. Its error ends the training.
+    /// Makes [`Trainer::run`] call `f` on every process after each step is issued, with the number
+    /// of updates and the pipeline. `f` may for instance [publish](mpmd_core::weights::Publisher)
+    /// the parameters. An error of `f` ends the training.
     #[must_use]
     pub fn after_step<F>(mut self, f: F) -> Self
     where
@@ -152,8 +152,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Sets the flag that asks this process to stop, in place of the one of
-    /// [`StopFlag::install`], which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 set.
+    /// Sets the flag that asks this process to stop. It replaces the flag of [`StopFlag::install`],
+    /// which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 set.
     #[must_use]
     pub fn stop_on(mut self, stop: &StopFlag) -> Self {
         self.status.stop = stop.clone();
@@ -161,7 +161,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Returns a line for people that names the devices, or the host, on which the stages compute.
+    /// Returns a line of text that names the devices, or the host, on which the stages compute.
     pub fn computed_by(&self, p: &Program) -> String {
         self.pipeline.describe_devices(p)
     }
@@ -203,16 +203,17 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             .collect()
     }
 
-    /// Issues one training step: the passes of all microbatches, the update, and the move of its
-    /// figures to every process. Ends the program's step. Returns without waiting. Microbatches of
-    /// new shapes are [probed](Pipeline::probe) before, which blocks.
+    /// Issues one training step: the passes of all microbatches, the update, and the transfer of
+    /// the step's figures to every process. Ends the program's step. Returns without waiting.
+    /// Microbatches of new shapes are [probed](Pipeline::probe) first, which blocks.
     ///
-    /// Gradients and losses are divided by the total weight of the microbatches, so they may have
-    /// unequal weights.
+    /// Gradients and losses are divided by the total weight of the microbatches, whose weights may
+    /// differ.
     ///
     /// # Errors
     ///
-    /// Those of [`Pipeline::train_step`], [`Optimizer::step`] and [`Program::step_end`].
+    /// Returns the errors of [`Pipeline::train_step`], [`Optimizer::step`] and
+    /// [`Program::step_end`].
     #[track_caller]
     pub fn step(
         &mut self,
@@ -223,7 +224,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.step_at(p, microbatches, rate)
     }
 
-    /// Does the same as [`Trainer::step`] at this learning rate.
+    /// Does the same as [`Trainer::step`] with the learning rate `rate`.
     #[track_caller]
     fn step_at(
         &mut self,
@@ -248,13 +249,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(step)
     }
 
-    /// Issues the forward passes of some microbatches, and the move of their summed loss to every
-    /// process. Returns without waiting, unless the microbatches have new shapes: see
+    /// Issues the forward passes of some microbatches, and the transfer of their summed loss to
+    /// every process. Returns without waiting, unless microbatches have new shapes: see
     /// [`Trainer::step`].
     ///
     /// # Errors
     ///
-    /// Those of [`Pipeline::forward`].
+    /// Returns the errors of [`Pipeline::forward`].
     #[track_caller]
     pub fn evaluate(
         &mut self,
@@ -279,14 +280,15 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         })
     }
 
-    /// Issues forward passes of all held-out microbatches of `data` with `last` in place of the
-    /// last stage, and returns its outputs, on the last stage's mesh. `last` takes the same
-    /// parameters: for instance a stage with the same model that returns scores in place of the
-    /// loss. Returns without waiting, except for [probes](Pipeline::probe).
+    /// Issues forward passes of all held-out microbatches of `data`, with the stage `last` instead
+    /// of the last stage. Returns the outputs of `last`, on the last stage's mesh. `last` takes the
+    /// last stage's parameters: it may be the same model that returns scores instead of the loss.
+    /// Returns without waiting, except for [probes](Pipeline::probe).
     ///
     /// # Errors
     ///
-    /// Those of [`Pipeline::with_last`], [`Pipeline::probe`] and [`Pipeline::forward`].
+    /// Returns the errors of [`Pipeline::with_last`], [`Pipeline::probe`] and
+    /// [`Pipeline::forward`].
     #[track_caller]
     pub fn predict<S: Stage, D: Data<In> + ?Sized>(
         &self,
@@ -311,7 +313,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(predictions)
     }
 
-    /// Returns the names of a loss's metrics. Those of equal losses share memory.
+    /// Returns the metric names of a loss. Shares the previous list if it has the same names.
     fn metric_names(&mut self, loss: &Loss<MpmdArray>) -> MetricNames {
         if !loss.metrics.keys().eq(self.metrics.iter()) {
             self.metrics = loss.metrics.keys().cloned().collect();
@@ -319,7 +321,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.metrics.clone()
     }
 
-    /// Probes the stages for microbatches of shapes that are new.
+    /// Probes the stages for microbatches of shapes that were not probed before.
     #[track_caller]
     fn probe(&mut self, p: &mut Program, microbatches: &[Microbatch<In>]) -> Result<()> {
         for microbatch in microbatches {
@@ -332,7 +334,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(())
     }
 
-    /// Issues the making of the next step's microbatches.
+    /// Issues the creation of the next step's microbatches.
     fn training(
         &self,
         p: &mut Program,

@@ -6,18 +6,18 @@ use mpmd_core::{Error, MpmdArray, Program, Result};
 use super::Trainer;
 use crate::optimizer::Optimizer;
 
-/// Findings about a step or an evaluation with a figure that is not finite.
+/// Facts about a step or evaluation that has a figure that is not finite.
 pub(super) struct NotFinite {
     /// (stage, path) of a trained parameter with a value that is not finite.
     pub(super) trained: Option<(usize, String)>,
-    /// The same of a parameter that is not trained.
+    /// (stage, path) of a frozen parameter with a value that is not finite.
     pub(super) frozen: Option<(usize, String)>,
-    /// The last stage with gradients that are not finite, if the loss is finite.
+    /// The last stage whose gradients are not finite, if the loss is finite.
     pub(super) gradients: Option<usize>,
     pub(super) weight: f64,
 }
 
-/// Nothing is known, of a figure with some weight.
+/// A [`NotFinite`] without known facts, for a figure whose weight is not 0.
 pub(super) const UNKNOWN: NotFinite = NotFinite {
     trained: None,
     frozen: None,
@@ -33,8 +33,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             .not_finite(p, &self.pipeline, &self.reporter.everywhere())
     }
 
-    /// Creates the error of a figure that is not finite. `what` names the figure and its step.
-    /// Looks for the parameter at fault, and blocks until every process has the result.
+    /// Creates the error of a step or evaluation with a figure that is not finite. `what` names the
+    /// figure and the step. Searches the parameters for the cause. Blocks until every process has
+    /// the result.
     pub(super) fn not_finite(
         &self,
         p: &mut Program,
@@ -54,7 +55,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 }
 
 impl NotFinite {
-    /// Names the stage at fault, and the remedy. `last` is the last stage.
+    /// Describes the cause, its stage and the remedy. `last` is the index of the last stage.
     fn why(&self, last: usize) -> String {
         match self {
             Self {

@@ -8,28 +8,28 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::report::{EvaluationReport, StepReport};
 
-/// The progress of a training and of its evaluations.
+/// Shows the progress of a training and of its evaluations.
 pub(super) struct Progress {
     bar: ProgressBar,
-    /// Number of updates in earlier runs, and number of all updates at the end.
+    /// Number of updates in earlier runs, and total number of updates at the end of this run.
     steps: (u64, u64),
-    /// Number of seconds after which the training ends, if it has a limit.
+    /// Seconds after which the training ends; `None` without a time limit.
     seconds: Option<f64>,
     start: Instant,
-    /// Sum of the weights of the steps so far.
+    /// Sum of the weights of this run's steps.
     tokens: f64,
-    /// The last tenth for which a line was written.
+    /// The last tenth of the run for which a line was printed.
     tenth: Option<u64>,
-    /// The time of the last line.
+    /// The time of the last printed line.
     said: Instant,
 }
 
-/// The longest time in seconds for which a training without a terminal says nothing.
+/// The longest time in seconds between two lines of a training without a terminal.
 const SILENT: u64 = 30;
 
 impl Progress {
-    /// Creates the progress of a training that continues after some updates and ends after others,
-    /// the numbers of `steps`, or after `seconds`.
+    /// Creates the display for a training. `steps` has the number of updates before this run and at
+    /// its end. `seconds` is the time limit.
     pub(super) fn new(steps: (u64, u64), seconds: Option<f64>, start: Instant) -> Self {
         let bar = ProgressBar::new(seconds.map_or(steps.1, |seconds| seconds as u64));
         let style = ProgressStyle::with_template("{bar:30} {msg}  {eta} left");
@@ -45,8 +45,8 @@ impl Progress {
         }
     }
 
-    /// Shows a step's number and loss, and the rate so far in tokens per second. It must be called
-    /// once for each step of this run.
+    /// Shows a step's number and loss, and the tokens per second of this run. Must be called once
+    /// for each step of this run.
     pub(super) fn step(&mut self, report: &StepReport) {
         let StepReport {
             step, loss, weight, ..
@@ -86,7 +86,8 @@ impl Progress {
         }
     }
 
-    /// Shows that `done` of `all` held-out microbatches are evaluated. Only a bar shows it.
+    /// Shows in the progress bar that `done` of `all` held-out microbatches are evaluated. Does
+    /// nothing without a bar.
     pub(super) fn evaluating(&self, done: usize, all: usize) {
         self.bar
             .set_message(format!("evaluation: {done} of {all} microbatches"));
@@ -105,7 +106,7 @@ impl Progress {
     }
 }
 
-/// Returns metrics as text that follows a loss.
+/// Formats metrics as text that follows a loss.
 fn text(metrics: &BTreeMap<String, f64>, digits: usize) -> String {
     metrics
         .iter()
@@ -113,14 +114,13 @@ fn text(metrics: &BTreeMap<String, f64>, digits: usize) -> String {
         .collect()
 }
 
-/// Prints a line to stderr. Does nothing if nobody reads it any more: the training goes on, and
-/// `eprintln!` would panic.
+/// Prints a line to stderr. Ignores errors, since `eprintln!` would panic if stderr is closed.
 pub(super) fn say(line: &str) {
     let _ = stderr().write_all(format!("{line}\n").as_bytes());
 }
 
 impl Drop for Progress {
-    /// Ends the bar and leaves it visible.
+    /// Stops the progress bar and leaves it visible.
     fn drop(&mut self) {
         self.bar.abandon();
     }

@@ -10,11 +10,11 @@ use super::Trainer;
 use super::report::{ReportArrays, StepHandle};
 use crate::checkpoint::Checkpoints;
 
-/// Number of steps of which a commit has the figures. The reports of older ones are read before it
-/// is issued: see `PENDING` of the loop.
+/// Number of last steps whose figures a commit contains. When a commit is issued, the reports of
+/// earlier steps have been read: see `PENDING` in `run.rs`.
 pub(super) const RECENT: usize = 3;
 
-/// The figures of a step, which is 0 for none.
+/// The figures of a recent step. `step` is 0 if there was no step yet.
 #[derive(Clone, Debug)]
 pub(super) struct Recent {
     pub(super) step: u64,
@@ -23,20 +23,20 @@ pub(super) struct Recent {
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
-    /// Continues in a job that [recovers](mpmd_core::RecoveringBuilder): from the newest commit,
-    /// else from the newest checkpoint in `files`. Returns the step; 0 if there is neither. Every
-    /// process must call it, in every epoch, before the first step. Blocks until the state is
-    /// there.
+    /// Restores the training in a job that [recovers](mpmd_core::RecoveringBuilder): from the
+    /// newest commit, else from the newest checkpoint in `files`. Returns the step, or 0 if there
+    /// is neither. Every process must call it in every epoch, before the first step. Blocks until
+    /// the state is restored.
     ///
-    /// [`Trainer::run`] then repeats the reports of the last steps, up to three. So a file with a
-    /// line for each step has no gap, however a process dies.
+    /// [`Trainer::run`] then repeats the reports of up to three steps before it. So a file with a
+    /// line for each step has no gap, whenever a process dies.
     ///
     /// The pipeline may have other stages than at the commit, as in a job that
     /// [shrinks](mpmd_core::OnLoss::Shrink), if its parameters have the same paths.
     ///
     /// # Errors
     ///
-    /// [`Error::CommitsLost`] if commits are lost and there is no checkpoint. Those of
+    /// [`Error::CommitsLost`] if commits are lost and there is no checkpoint. Returns the errors of
     /// [`Commits::restore`] and [`Trainer::restore`].
     pub fn resume(
         &mut self,
@@ -75,7 +75,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         }
     }
 
-    /// Keeps the figures of a step for the commits of a training that may resume.
+    /// Stores the figures of a step for later commits. Does nothing unless the training may resume.
     pub(super) fn keep_recent(&mut self, step: &StepHandle) {
         if self.recent.pop_front().is_some() {
             self.recent.push_back(Recent {
@@ -88,7 +88,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
-    /// Returns the parameters and the optimiser's state, in the order of a checkpoint, then the
+    /// Returns the parameters and the optimiser's state in the order of a checkpoint, then the
     /// figures of the last steps.
     fn arrays(&self) -> Vec<MpmdArray> {
         let state = self
@@ -111,8 +111,8 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
         state.chain(figures).collect()
     }
 
-    /// Returns the step, the seed, and the number and rate of each of the last steps, then the
-    /// names of their metrics.
+    /// Encodes the step, the seed, and the number and learning rate of each of the last steps, then
+    /// the metric names.
     fn values(&self) -> Vec<u8> {
         let recent = self
             .recent
@@ -162,13 +162,13 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
 }
 
 impl Recent {
-    /// Returns the report of the step to be read again, with `values` of every process.
+    /// Returns the arrays of the step's report, without the statuses of processes.
     pub(super) fn figures(&self) -> ReportArrays {
         ReportArrays::of_recent(self.values.clone())
     }
 }
 
-/// The error of a commit with values of another form.
+/// Creates the error for a commit whose values have another form.
 fn other(values: &[u8]) -> Error {
     let problem = format!(
         "a commit of a trainer of another kind, with {} bytes",

@@ -21,20 +21,21 @@ use crate::optimizer::{MOST_METRICS, STEP_FIGURES, check_metrics, double};
 use crate::stop::StopFlag;
 use signal_hook::consts::{SIGTERM, SIGUSR1};
 
-/// The names of the metrics of a loss, in order.
+/// The names of a loss's metrics, in order.
 pub(super) type MetricNames = Arc<[String]>;
 
-/// Number of figures of an evaluation: the sums of losses, of weights and of metrics.
+/// Number of figures of an evaluation: the sum of losses, the sum of weights, and the sums of
+/// metrics.
 const SUMS: usize = 2 + MOST_METRICS;
-/// The mesh axis over the processes.
+/// The name of the mesh axis over the processes.
 const PROCESS: &str = "process";
 /// Number of words of a [`ProcessReport`].
 const WORDS: usize = 4;
 
-/// Brings the figures of steps and evaluations to all processes, with their statuses.
+/// Sends the figures of steps and evaluations, and the statuses of all processes, to every process.
 #[derive(Debug)]
 pub(super) struct Reporter {
-    /// One device of each process.
+    /// A mesh with one device of each process.
     everywhere: Mesh,
     sum: Jit<SumLosses>,
 }
@@ -42,47 +43,49 @@ pub(super) struct Reporter {
 /// The figures of a step. They are the same on every process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
-    /// Number of this update, counted from 1.
+    /// Number of the step's update in the training, counted from 1.
     pub step: u64,
     /// Mean loss before the update. It is 0 if the weight is 0.
     pub loss: f64,
-    /// Weight of the step: its number of items, such as tokens.
+    /// Weight of the step: its number of counted items, such as tokens.
     pub weight: f64,
-    /// Mean of each metric of the [`Loss`] before the update, by name. They are 0 if the weight is.
+    /// Mean of each metric of the [`Loss`] before the update, by name. The means are 0 if the
+    /// weight is 0.
     pub metrics: BTreeMap<String, f64>,
     /// Norm of the mean gradient, before clipping.
     pub norm: f64,
-    /// The learning rate.
+    /// The learning rate of the step.
     pub rate: f64,
-    /// Seconds since the trainer was created, by the clock of process 0, when the step ended.
+    /// Seconds from the creation of the trainer to the end of the step, by the clock of process 0.
     pub seconds: f64,
-    /// The signal that asked a process to stop before or in this step, if any.
+    /// The signal that asked a process to stop before or during this step, if any.
     pub stop: Option<i32>,
 }
 
 /// The figures of an evaluation. They are the same on every process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvaluationReport {
-    /// Number of updates that the model has had.
+    /// Number of updates that the evaluated model has had.
     pub step: u64,
-    /// Sum of the losses.
+    /// Sum of the losses of all microbatches.
     pub sum: f64,
-    /// Weight of all microbatches: their number of items, such as tokens.
+    /// Weight of all microbatches: their number of counted items, such as tokens.
     pub weight: f64,
-    /// Mean of each metric of the [`Loss`], by name. They are NaN if the weight is 0.
+    /// Mean of each metric of the [`Loss`], by name. The means are NaN if the weight is 0.
     pub metrics: BTreeMap<String, f64>,
-    /// The signal that asked a process to stop before or in the evaluation, if any.
+    /// The signal that asked a process to stop before or during the evaluation, if any.
     pub stop: Option<i32>,
 }
 
 impl EvaluationReport {
-    /// Returns the mean loss. It is NaN if the weight is 0.
+    /// Returns the mean loss; NaN if the weight is 0.
     pub fn loss(&self) -> f64 {
         self.sum / self.weight
     }
 }
 
-/// The figures of an issued step, which may still be running. Dropping it does not block.
+/// A handle to the figures of an issued step, which may still be running. Dropping it does not
+/// block.
 #[derive(Debug)]
 #[must_use = "a step's failure is seen by reading its report"]
 pub struct StepHandle {
@@ -92,7 +95,8 @@ pub struct StepHandle {
     pub(super) figures: ReportArrays,
 }
 
-/// The figures of an issued evaluation, which may still be running. Dropping it does not block.
+/// A handle to the figures of an issued evaluation, which may still be running. Dropping it does
+/// not block.
 #[derive(Debug)]
 #[must_use = "an evaluation's result is read from its report"]
 pub struct EvaluationHandle {
@@ -101,7 +105,7 @@ pub struct EvaluationHandle {
     pub(super) figures: ReportArrays,
 }
 
-/// Sums over the microbatches of an evaluation.
+/// Sums of losses, weights and metrics over microbatches of an evaluation.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sums {
     pub(super) sum: f64,
@@ -119,7 +123,7 @@ impl Sums {
         }
     }
 
-    /// Returns the report of the model after `step` updates.
+    /// Returns the evaluation's report for the model after `step` updates.
     pub(super) fn report(self, step: u64, stop: Option<i32>) -> EvaluationReport {
         let Self {
             sum,
@@ -137,25 +141,25 @@ impl Sums {
     }
 }
 
-/// Pairs the names of metrics with their figures.
+/// Returns the figures of metrics by name.
 fn by_name(names: &MetricNames, figures: &[f64]) -> BTreeMap<String, f64> {
     names.iter().cloned().zip(figures.iter().copied()).collect()
 }
 
-/// Figures and statuses on one device of each process.
+/// Figures and process statuses, replicated over one device of each process.
 #[derive(Debug)]
 pub(super) struct ReportArrays {
     values: MpmdArray,
-    /// `i64`s, `[processes, WORDS]`: for each process the words of its [`ProcessReport`]. `None`
-    /// for figures of an earlier epoch.
+    /// The words of each process's [`ProcessReport`]: `i64`s, `[processes, WORDS]`. `None` for
+    /// figures from an earlier epoch.
     statuses: Option<MpmdArray>,
 }
 
-/// The part of a process in every report.
+/// The status that a process adds to every report.
 #[derive(Clone, Debug)]
 pub(super) struct ProcessReport {
     pub(super) stop: StopFlag,
-    /// True while SIGTERM and SIGUSR1 ask this process to leave the job, which may go on.
+    /// True while SIGTERM and SIGUSR1 ask only this process to leave the job, which may go on.
     pub(super) leaves: bool,
     /// The time when the trainer was created.
     pub(super) start: Instant,
@@ -163,7 +167,7 @@ pub(super) struct ProcessReport {
 }
 
 impl Default for ProcessReport {
-    /// Creates the status of a trainer that is created now.
+    /// Creates the status of a new trainer, whose clock starts now.
     fn default() -> Self {
         Self {
             stop: StopFlag::default(),
@@ -175,8 +179,8 @@ impl Default for ProcessReport {
 }
 
 impl ProcessReport {
-    /// Returns the signal that this process got, or zero; the nanoseconds since the start; and the
-    /// words of the last save.
+    /// Encodes the status: the signal that this process received, or 0; the nanoseconds since the
+    /// start; and the step and phase of the last save.
     fn words(&self) -> [i64; WORDS] {
         let signal = self.stop.signal().filter(|_| !self.asks_to_leave());
         let nanos = i64::try_from(self.start.elapsed().as_nanos()).unwrap_or(i64::MAX);
@@ -184,7 +188,7 @@ impl ProcessReport {
         [signal.unwrap_or(0).into(), nanos, step, phase]
     }
 
-    /// True if a signal asks this process alone to end, and the others may go on without it.
+    /// Returns true if a signal asks only this process to end, while the job may go on.
     pub(super) fn asks_to_leave(&self) -> bool {
         self.leaves
             && self
@@ -194,27 +198,27 @@ impl ProcessReport {
     }
 }
 
-/// The statuses of all processes in a report.
+/// The statuses of all processes, read from a report.
 struct Statuses {
     stop: Option<i32>,
-    /// Seconds since the start, by the clock of process 0.
+    /// Seconds since the trainer was created, by the clock of process 0.
     seconds: f64,
-    /// The last save of each process, and its phase.
+    /// The progress of each process with its last save.
     saves: Vec<SaveProgress>,
 }
 
-/// All that a process reads of a step.
+/// A step's report, and the facts that only the trainer uses.
 pub(super) struct StepReading {
     pub(super) report: StepReport,
-    /// The last stage with gradients that are not finite.
+    /// The last stage whose gradients are not finite, if any.
     pub(super) gradients: Option<usize>,
     /// The progress of each process with its last save.
     pub(super) saves: Vec<SaveProgress>,
 }
 
 impl StepHandle {
-    /// Calls `f` once the figures of the step are on this process, on a thread for such closures.
-    /// Does nothing in a dry run.
+    /// Calls `f` on a separate thread, once the figures of the step are on this process. Does
+    /// nothing in a dry run.
     pub fn then(&self, f: impl FnOnce() + Send + 'static) {
         let statuses = self.figures.statuses.clone();
         self.figures.values.then(move |_| match statuses {
@@ -223,19 +227,19 @@ impl StepHandle {
         });
     }
 
-    /// True if [`read`](Self::read) does not block.
+    /// Returns true if [`read`](Self::read) will not block.
     pub fn is_complete(&self) -> bool {
         let statuses = self.figures.statuses.as_ref();
         self.figures.values.is_complete() && statuses.is_none_or(MpmdArray::is_complete)
     }
 
-    /// Blocks until the step has finished, and returns its figures. In a dry run, returns at once;
-    /// the figures are then NaN.
+    /// Blocks until the step has finished, and returns its figures. A dry run returns at once, with
+    /// NaN for the figures.
     ///
     /// # Errors
     ///
     /// If an operation of the step failed. [`Error::Kernel`] if the loss or the norm of the
-    /// gradients is not finite: the update has spoiled the parameters.
+    /// gradients is not finite.
     pub fn read(self) -> Result<StepReport> {
         let is_dry_run = self.figures.values.to_host()?.is_none();
         let report = self.read_all()?.report;
@@ -252,8 +256,8 @@ impl StepHandle {
         }
     }
 
-    /// Reads the report as [`StepHandle::read`] does, with the figures that only the trainer uses.
-    /// Does not fail if the loss or the norm is not finite.
+    /// Reads the report as [`StepHandle::read`] does, with the facts that only the trainer uses.
+    /// Succeeds even if the loss or the norm is not finite.
     pub(super) fn read_all(self) -> Result<StepReading> {
         let Self {
             step,
@@ -282,8 +286,8 @@ impl StepHandle {
 }
 
 impl EvaluationHandle {
-    /// Blocks until the evaluation has finished, and returns its figures. In a dry run, returns at
-    /// once; the figures are then NaN.
+    /// Blocks until the evaluation has finished, and returns its figures. A dry run returns at
+    /// once, with NaN for the figures.
     ///
     /// # Errors
     ///
@@ -294,7 +298,8 @@ impl EvaluationHandle {
         Ok(sums.report(step, stop))
     }
 
-    /// Blocks until the evaluation has finished, and returns its sums and the signal to stop.
+    /// Blocks until the evaluation has finished. Returns its sums, and the signal that asks to
+    /// stop.
     pub(super) fn read_sums(self) -> Result<(Sums, Option<i32>)> {
         let ([sum, weight, metrics @ ..], statuses) = self.figures.read::<SUMS>()?;
         let sums = Sums {
@@ -307,7 +312,7 @@ impl EvaluationHandle {
 }
 
 impl ReportArrays {
-    /// Returns figures that a commit had. Nobody stops by them, and they have no time.
+    /// Creates a report from the figures in a commit. It has no stop signal and no time.
     pub(super) fn of_recent(values: MpmdArray) -> Self {
         Self {
             values,
@@ -315,7 +320,7 @@ impl ReportArrays {
         }
     }
 
-    /// The figures on one device of each process.
+    /// Returns the array of figures, replicated over one device of each process.
     pub(super) fn values(&self) -> &MpmdArray {
         &self.values
     }
@@ -360,7 +365,7 @@ impl ReportArrays {
 }
 
 impl Reporter {
-    /// Creates a reporter. `last` is the mesh of the losses.
+    /// Creates a reporter. `last` is the mesh of the last stage, which has the losses.
     pub(super) fn new(p: &Program, last: &Mesh) -> Result<Self> {
         let devices: Vec<DeviceId> = (0..p.processes() as u32)
             .filter_map(|process| p.topology().devices_of(ProcessId(process)).first().copied())
@@ -379,12 +384,12 @@ impl Reporter {
         Ok(Self { everywhere, sum })
     }
 
-    /// Returns the sharding that gives an array to one device of each process.
+    /// Returns a sharding that replicates an array over one device of each process.
     pub(super) fn everywhere(&self) -> Sharding {
         self.everywhere.replicated()
     }
 
-    /// Issues the moves of `figures` and of the processes' statuses to every process.
+    /// Issues the transfer of `figures` and of all processes' statuses to every process.
     pub(super) fn report(
         &self,
         p: &mut Program,
@@ -409,20 +414,20 @@ impl Reporter {
         })
     }
 
-    /// Returns the place of a step's figures on every process.
+    /// Returns zeros in the shape of a step's figures, on every process.
     pub(super) fn no_figures(&self, p: &mut Program) -> Result<MpmdArray> {
         let zeros = |_: &Region, mut values: ViewMut<'_>| Ok(values.fill(0.0f64)?);
         p.array_from_fn(f64s([STEP_FIGURES]), self.everywhere.replicated(), zeros)
     }
 
-    /// Issues the sum of the losses of an evaluation, in order. Returns the sums of losses, weights
-    /// and metrics, `[SUMS]`.
+    /// Issues the sum of the losses of an evaluation, added in order. Returns the sums of losses,
+    /// weights and metrics: `[SUMS]`.
     pub(super) fn sum(&self, p: &mut Program, losses: Vec<Loss<MpmdArray>>) -> Result<MpmdArray> {
         self.sum.call(p, losses)
     }
 }
 
-/// Kernel that adds losses, their weights and their metrics.
+/// A kernel that adds up losses, their weights and their metrics.
 struct SumLosses;
 
 impl Kernel for SumLosses {

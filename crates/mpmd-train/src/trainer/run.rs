@@ -20,20 +20,20 @@ use crate::data::Data;
 use crate::stop::{StopFlag, stop_name};
 use signal_hook::consts::SIGTERM;
 
-/// Number of steps, or groups of an evaluation, that are issued before the report of an earlier one
-/// is read. So reading it does not drain the pipeline.
+/// Number of steps, or groups of an evaluation, that are issued before an earlier report is read.
+/// So the pipeline does not run empty while the report is read.
 const PENDING: usize = 2;
 
-/// Number of steps in a dry run: enough to see that all steps are equal.
+/// Number of steps in a dry run. All steps are equal, so a few are enough.
 const DRY_RUN_STEPS: u64 = 8;
 
-/// The answer of a function that has seen a report: `()` stands for [`ReportAnswer::Continue`].
+/// The answer of a caller's function to a report. `()` stands for [`ReportAnswer::Continue`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum ReportAnswer {
-    /// The training goes on.
+    /// Continue the training.
     #[default]
     Continue,
-    /// The training ends.
+    /// End the training.
     Stop,
 }
 
@@ -43,7 +43,7 @@ impl From<()> for ReportAnswer {
     }
 }
 
-/// A function of the caller that sees reports.
+/// A function of the caller that receives reports.
 type OnReport<'a, R> = Box<dyn FnMut(&R) -> ReportAnswer + 'a>;
 
 /// Options of [`Trainer::run`].
@@ -61,8 +61,8 @@ pub struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Creates options for a training until the model has had `steps` updates, those of earlier
-    /// runs included. Shows the progress, and evaluates only at the end.
+    /// Creates options for a training that ends when the model has had `steps` updates, including
+    /// those of earlier runs. By default, shows the progress and evaluates only at the end.
     pub fn steps(steps: u64) -> Self {
         Self {
             steps,
@@ -77,49 +77,55 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Ends the training after this many seconds too, by the clock of process 0. The learning rate
-    /// is then that of the same share of its total steps. So losses differ from run to run.
+    /// Also ends the training after `seconds` seconds, by the clock of process 0. The learning rate
+    /// then follows the elapsed share of the time instead of the step. So losses differ from run to
+    /// run.
     ///
-    /// Up to three steps end later, since the time of a step is known when further ones are issued.
+    /// Up to three further steps run after the limit, since they are issued before a step's time is
+    /// known.
     pub fn seconds(mut self, seconds: f64) -> Self {
         self.seconds = Some(seconds);
         self
     }
 
-    /// Evaluates the held-out data each time this number of further updates is done. At the end
-    /// they are evaluated in any case.
+    /// Evaluates the held-out data each time the number of updates is a multiple of `steps`, and at
+    /// the end.
     pub fn evaluate_every(mut self, steps: u64) -> Self {
         self.evaluate_every = Some(steps.max(1));
         self
     }
 
-    /// Makes process 0 write a line of JSON for each step and evaluation to this file. Overwrites
-    /// the file if the model is new, and appends to it otherwise. After [`Trainer::resume`] removes
-    /// the lines of steps that are repeated. Lines that cannot be written later, as on a full disk,
-    /// are left out, and a warning says so once.
+    /// Makes process 0 write a line of JSON for each step and evaluation to `file`. Overwrites the
+    /// file if the model is new, and appends to it otherwise. After [`Trainer::resume`], removes
+    /// the lines of steps that are repeated. If a line cannot be written later, as on a full disk,
+    /// it is skipped, with one warning.
     ///
-    /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` of all runs in the file, and
-    /// `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. Both have
-    /// `metrics` if the loss has some. A later epoch of the job begins with a line for its
-    /// recovery. It has `recovery`, the number of the epoch, the `step` from which it goes on, and
-    /// the fields of a [`Recovery`](mpmd_core::Recovery).
+    /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` and `tokens`. `seconds` is
+    /// the time of all runs in the file, and `tokens` is the step's weight. An evaluation has
+    /// `step`, `evaluation` (the mean loss) and `seconds`. Both have `metrics` if the loss has
+    /// metrics.
+    ///
+    /// A later epoch of the job begins with a line for its recovery. The line has `recovery`, the
+    /// number of the epoch, the `step` from which the training continues, and the fields of a
+    /// [`Recovery`](mpmd_core::Recovery).
     pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
         self.metrics = Some(file.into());
         self
     }
 
-    /// Turns the progress on process 0's stderr on or off. On by default.
+    /// Enables or disables the display of progress on process 0's stderr. Enabled by default.
     pub fn progress(mut self, yes: bool) -> Self {
         self.progress = yes;
         self
     }
 
-    /// Calls `f` with the report of each step, in order, on every process. Not called in a dry run.
-    /// After [`Trainer::resume`] the reports of the last steps before it come again.
+    /// Calls `f` with the report of each step, in order, on every process. Never calls it in a dry
+    /// run. After [`Trainer::resume`], the reports of the last steps before it are repeated.
     ///
-    /// `f` returns nothing, or [`ReportAnswer`]. If it returns [`ReportAnswer::Stop`], the training
-    /// ends after up to two further steps, which are issued already. Reports are the same on every
-    /// process; `f` must decide by them alone, so that all processes end alike.
+    /// `f` returns nothing, or a [`ReportAnswer`]. If it returns [`ReportAnswer::Stop`], the
+    /// training ends after up to two further steps, which are already issued. Reports are the same
+    /// on every process. `f` must decide only by them, so that all processes end after the same
+    /// step.
     pub fn on_step<N: Into<ReportAnswer>>(
         mut self,
         mut f: impl FnMut(&StepReport) -> N + 'a,
@@ -128,8 +134,8 @@ impl<'a> Run<'a> {
         self
     }
 
-    /// Calls `f` with the report of each evaluation of all held-out data, as [`Run::on_step`] does
-    /// with that of a step. If it returns [`ReportAnswer::Stop`], no step follows: the model is the
+    /// Calls `f` with the report of each evaluation of all held-out data, under the rules of
+    /// [`Run::on_step`]. If `f` returns [`ReportAnswer::Stop`], no step follows: the model is the
     /// one that was evaluated.
     ///
     /// ```
@@ -151,19 +157,20 @@ impl<'a> Run<'a> {
         self
     }
 
-    /// Saves a checkpoint after the last step, also after a stop. [`Trainer::restore`] continues
-    /// from it. It is complete after the last evaluation, and only if that has a finite loss.
+    /// Saves a checkpoint after the last step, also if the run was stopped. [`Trainer::restore`]
+    /// continues from the checkpoint. It becomes complete after the last evaluation, and only if
+    /// the evaluation's loss is finite.
     pub fn checkpoints(mut self, to: Checkpoints) -> Self {
         self.checkpoints = Some(to);
         self
     }
 
-    /// Saves a checkpoint also each time the number of updates is a multiple of `steps`, while the
-    /// training goes on. It needs [`Run::checkpoints`].
+    /// Also saves a checkpoint each time the number of updates is a multiple of `steps`, while the
+    /// training continues. Needs [`Run::checkpoints`].
     ///
-    /// Each save takes host memory for a copy of the process's regions. Before it begins, the
-    /// training waits for the reports of all steps so far, and for a save that is still under way.
-    /// So a model that training has spoiled replaces no good checkpoint.
+    /// Each save takes host memory for a copy of the process's regions. Before a save begins, the
+    /// training waits for the reports of all steps so far, and for the previous save. So a model
+    /// with values that are not finite replaces no good checkpoint.
     pub fn save_every(mut self, steps: u64) -> Self {
         self.save_every = Some(steps.max(1));
         self
@@ -187,16 +194,16 @@ impl fmt::Debug for Run<'_> {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RunOutcome {
-    /// Number of updates of the model, those of earlier runs included.
+    /// Number of updates of the model, including those of earlier runs.
     pub steps: u64,
-    /// The report of the last step; `None` if there was no step.
+    /// The report of the last step; `None` if the run had no step.
     pub last: Option<StepReport>,
-    /// The signal that ended the run, if any.
+    /// The signal that stopped the run, if any.
     pub stopped: Option<i32>,
-    /// Mean loss of the last complete evaluation of held-out data, if any. `None` also if they are
-    /// padding alone.
+    /// Mean loss of the last complete evaluation of held-out data. `None` if there was none, or the
+    /// held-out data are only padding.
     pub evaluation: Option<f64>,
-    /// Mean of each metric in that evaluation, by name.
+    /// Mean of each metric in the last complete evaluation, by name.
     pub metrics: BTreeMap<String, f64>,
 }
 
@@ -205,20 +212,23 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ///
     /// Two further steps are issued before the report of a step is read. If any process gets
     /// Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, all processes stop after the same step, also during an
-    /// evaluation. A second Ctrl-C or SIGTERM, two seconds later or more, ends its process at once.
+    /// evaluation. A second Ctrl-C or SIGTERM, at least two seconds later, ends its process at
+    /// once.
     ///
     /// After [`Trainer::resume`] in a job that [shrinks](mpmd_core::OnLoss::Shrink), SIGTERM and
-    /// SIGUSR1 end only the process that gets them, two commits later, and the others go on:
-    /// schedulers send them before they take a machine away. If all processes get them, the
-    /// training stops.
+    /// SIGUSR1 end only the process that gets them, two commits later. The other processes
+    /// continue: schedulers send these signals before they take a machine away. If all processes
+    /// get such a signal, the training stops.
     ///
     /// # Errors
     ///
-    /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite: the
-    /// error names the step and the stage, and the parameters that gave it are not saved. If a
-    /// checkpoint cannot be written. Before the first step, if the file of metrics cannot be
-    /// opened, if a process cannot write to the folder of checkpoints or there is no room for one,
-    /// if another job saves there, or if it has a checkpoint of a later step than this trainer.
+    /// Returns the errors of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is
+    /// not finite: the error names the step and the stage, and the parameters that gave it are not
+    /// saved. If a checkpoint cannot be written.
+    ///
+    /// Before the first step: if the file of metrics cannot be opened, or a process cannot write to
+    /// the folder of checkpoints. Also if the folder's disk has no space for a checkpoint, another
+    /// job saves to the folder, or it has a checkpoint of a later step than this trainer's.
     #[track_caller]
     pub fn run<D: Data<In> + ?Sized>(
         &mut self,
@@ -275,7 +285,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(observer.outcome(self.steps()))
     }
 
-    /// Watches for signals to stop from now on.
+    /// Installs the handlers of stop signals, unless that was done before.
     fn watch_signals(&mut self) -> Result<()> {
         if self.watches {
             return Ok(());
@@ -286,8 +296,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(())
     }
 
-    /// Starts the clock of a run until the model has had `steps` updates, its metrics and its
-    /// progress.
+    /// Creates the observer of a run that ends after `steps` updates of the model. Starts its
+    /// clock, and opens its metrics and progress display.
     #[track_caller]
     fn observer<'a>(
         &self,
@@ -330,8 +340,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         })
     }
 
-    /// Opens the file of metrics for a run until the model has had `steps` updates. `None` if the
-    /// training goes on without it.
+    /// Opens the file of metrics for a run that ends after `steps` updates of the model. Returns
+    /// `None` if a resumed training continues without the file.
     fn open_metrics(&self, p: &Program, path: &Path, steps: u64) -> Result<Option<MetricsFile>> {
         let done = self.steps();
         let repeated = self
@@ -354,8 +364,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(resumed.inspect_err(unwritten).ok())
     }
 
-    /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
-    /// has read them.
+    /// Repeats the reports of the steps that the restored commit contains, since a lost process may
+    /// not have passed them on.
     fn repeat_reports(&mut self, p: &mut Program, observer: &mut RunObserver<'_>) -> Result<()> {
         // It counts from the steps that are done.
         let progress = observer.progress.take();
@@ -374,7 +384,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(())
     }
 
-    /// Trains until the model has had the updates of `plan`, or a process was asked to stop.
+    /// Trains until the model has had the updates of `plan`, or the training is asked to stop.
     /// Evaluates held-out data between steps.
     #[track_caller]
     fn train<D: Data<In> + ?Sized>(
@@ -446,8 +456,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             .try_for_each(|step| self.read(p, observer, step))
     }
 
-    /// Begins to save the last step, if there are checkpoints and that is not done. Fails if a
-    /// trained parameter is not finite.
+    /// Begins to save the model after the last step, unless there are no checkpoints or it is saved
+    /// already. Fails if a trained parameter is not finite.
     fn begin_save_if_finite(
         &mut self,
         p: &mut Program,
@@ -465,7 +475,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 
     /// Ends the saves, and returns the error of a figure that is not finite. `what` names the
-    /// figure and its step.
+    /// figure and the step.
     fn fail(
         &mut self,
         p: &mut Program,
@@ -483,8 +493,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Err(self.not_finite(p, what, figure)?)
     }
 
-    /// Evaluates all held-out data in groups of a step's microbatches, until a process was asked to
-    /// stop.
+    /// Evaluates all held-out data, until a process is asked to stop. A group has as many
+    /// microbatches as a step.
     #[track_caller]
     fn evaluate_held_out<D: Data<In> + ?Sized>(
         &mut self,
@@ -537,7 +547,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(())
     }
 
-    /// Reads a step's report, and passes it to the observer and to the save under way.
+    /// Reads a step's report. Passes it to the observer and to the save in progress.
     fn read(
         &mut self,
         p: &mut Program,
@@ -550,7 +560,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 
     /// Passes a step's report to the observer. Fails if a figure is not finite. `gradients` is the
-    /// last stage with gradients that are not finite.
+    /// last stage whose gradients are not finite.
     fn observe(
         &mut self,
         p: &mut Program,
@@ -583,17 +593,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 }
 
-/// The steps of a run.
+/// The number of steps of a run, and the interval of its evaluations.
 #[derive(Clone, Copy)]
 struct StepPlan {
-    /// Number of updates that the model has at the end.
+    /// Number of updates that the model has had at the end of the run.
     steps: u64,
     /// Number of updates from one evaluation to the next.
     evaluate_every: Option<u64>,
 }
 
 impl StepPlan {
-    /// True if the model is evaluated after so many updates, and trained further.
+    /// Returns true if an evaluation is due after `steps` updates, and the training continues after
+    /// it.
     fn is_evaluated_after(self, steps: u64) -> bool {
         let is_due = self
             .evaluate_every
@@ -602,16 +613,17 @@ impl StepPlan {
     }
 }
 
-/// The limit of a run's time.
+/// The time limit of a run.
 #[derive(Clone, Copy)]
 struct TimeLimit {
-    /// Seconds when the run began, by the clock of the reports.
+    /// Start of the run in seconds, by the clock of the reports.
     began: f64,
-    /// Seconds that it may take.
+    /// Seconds that the run may take.
     seconds: f64,
 }
 
-/// The reports so far, and where they go.
+/// Passes reports of a run to the metrics, the progress display and the caller, and remembers the
+/// last ones.
 struct RunObserver<'a> {
     /// True in a dry run, in which all figures are NaN.
     is_dry_run: bool,
@@ -622,7 +634,7 @@ struct RunObserver<'a> {
     progress: Option<Progress>,
     on_step: OnReport<'a, StepReport>,
     on_evaluation: OnReport<'a, EvaluationReport>,
-    /// [`ReportAnswer::Stop`] as soon as a function that has seen a report has answered so.
+    /// [`ReportAnswer::Stop`] after a function of the caller has returned it.
     next: ReportAnswer,
     last: Option<StepReport>,
     stopped: Option<i32>,
@@ -630,8 +642,8 @@ struct RunObserver<'a> {
 }
 
 impl RunObserver<'_> {
-    /// Returns the share of the time that the last report shows to be over. `None` if there is no
-    /// limit. It is the same on every process.
+    /// Returns the elapsed share of the time limit at the last report; `None` without a limit. The
+    /// result is the same on every process.
     fn share(&self) -> Option<f64> {
         let limit = self.limit?;
         let last = self.last.as_ref();
@@ -644,12 +656,13 @@ impl RunObserver<'_> {
         })
     }
 
-    /// True unless a process was asked to stop, or a function that sees reports ends the training.
+    /// Returns true unless a process was asked to stop, or a function of the caller has ended the
+    /// training.
     fn goes_on(&self) -> bool {
         self.stopped.is_none() && self.next == ReportAnswer::Continue
     }
 
-    /// Returns the result of the run. `steps` is the number of updates of the model.
+    /// Returns the outcome of the run. `steps` is the number of updates of the model.
     fn outcome(self, steps: u64) -> RunOutcome {
         let (evaluation, metrics) = self
             .evaluation
@@ -664,7 +677,7 @@ impl RunObserver<'_> {
         }
     }
 
-    /// Reads the sums of a group of an evaluation.
+    /// Reads the sums of a group of an evaluation's microbatches, and notes a signal to stop.
     fn group(&mut self, group: EvaluationHandle) -> Result<Sums> {
         let (sums, stop) = group.read_sums()?;
         self.stopped = self.stopped.or(stop);

@@ -9,19 +9,19 @@ use crate::checkpoint::{Checkpoints, LoadedCheckpoint, SaveProgress, Saving, loa
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Saves a checkpoint and blocks until it is complete. Every process must call it.
     ///
-    /// Takes host memory for a copy of the process's regions. In a dry run it writes nothing.
-    /// [`Run::checkpoints`](super::Run::checkpoints) saves while the training goes on.
+    /// Takes host memory for a copy of the process's regions. Writes nothing in a dry run. To save
+    /// while the training continues, use [`Run::checkpoints`](super::Run::checkpoints).
     ///
     /// # Errors
     ///
     /// If there is a checkpoint of this step already, or another job saves to this folder; then
     /// nothing is written. If an array's operation failed, or a file cannot be written. Every
-    /// process gets the error.
+    /// process gets the same error.
     pub fn save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<()> {
         self.begin_save(p, to)?.finish(p)
     }
 
-    /// Begins to save a checkpoint: see [`Saving::begin`].
+    /// Starts to save a checkpoint: see [`Saving::begin`].
     fn begin_save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<Saving> {
         let saving = Saving::begin(
             p,
@@ -33,32 +33,32 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(saving)
     }
 
-    /// True if the arrays after the last step are in this folder: a save of them was begun, or they
-    /// were restored from it.
+    /// Returns true if the model after the last step is in this folder already: its save has begun,
+    /// or it was restored from the folder.
     fn is_saved(&self, to: &Checkpoints) -> bool {
         self.saved
             .as_ref()
             .is_some_and(|(folder, step)| folder == to.folder() && *step == self.steps())
     }
 
-    /// Continues from the newest complete checkpoint of the folder, or from the one that
-    /// [`Checkpoints::at`] names, and returns its step. Returns `None`, and changes nothing, if
-    /// there is none. Every process must call it.
+    /// Restores the newest complete checkpoint of the folder, or the one that [`Checkpoints::at`]
+    /// requests, and returns its step. Returns `None` and changes nothing if there is no
+    /// checkpoint. Every process must call it.
     ///
-    /// Restores the parameters, the optimiser's state, the step and the seed; a seed set by
-    /// [`Trainer::seed`] is replaced. Processes, stages and shardings may be others than those that
-    /// saved. The schedule, the learning rate and the data are those of this program.
+    /// Restores the parameters, the optimiser's state, the step and the seed, which replaces a seed
+    /// set by [`Trainer::seed`]. The processes, stages and shardings may differ from those at the
+    /// save. The schedule, the learning rate and the data are those of this program.
     ///
-    /// Each region is read once, by the first device that holds it, and moves from there to the
-    /// others. All that is read is compared with its hash. Old and new arrays are in memory at
-    /// once. In a dry run it returns `None` and reads nothing.
+    /// Each region is read once, by the owner of the first device that holds it, and sent to the
+    /// other devices. All read bytes are compared with their hashes. Old and new arrays are in
+    /// memory at the same time. A dry run returns `None` and reads nothing.
     ///
     /// # Errors
     ///
-    /// If there is no checkpoint of the step that was asked for. If a file is damaged, or the
-    /// arrays differ from those of this trainer in name, shape or dtype. Every process gets the
-    /// same error, and nothing is changed. A damaged checkpoint is not passed over: the error names
-    /// an older one, if there is one.
+    /// If there is no checkpoint of the requested step. If a file is damaged, or the arrays differ
+    /// from those of this trainer in name, shape or dtype. Every process gets the same error, and
+    /// nothing is changed. A damaged checkpoint is not skipped: the error names an older one, if
+    /// there is one.
     pub fn restore(&mut self, p: &mut Program, from: &Checkpoints) -> Result<Option<u64>> {
         let trained_only = from.is_trained_only();
         let Some(loaded) = load(p, from, &self.contents(trained_only))? else {
@@ -73,7 +73,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 }
 
-/// The saves of a run. At most one is under way.
+/// The saves of a run. At most one is in progress.
 pub(super) struct Saves {
     to: Option<Checkpoints>,
     every: Option<u64>,
@@ -81,7 +81,7 @@ pub(super) struct Saves {
 }
 
 impl Saves {
-    /// Prepares the folder for the saves of a trainer: see [`Checkpoints::claim`].
+    /// Prepares the folder for the saves of a run: see [`Checkpoints::claim`].
     pub(super) fn new<In: Tree<Leaf = MpmdArray>>(
         p: &mut Program,
         to: Option<Checkpoints>,
@@ -101,12 +101,13 @@ impl Saves {
         })
     }
 
-    /// True if a save is due after `step`.
+    /// Returns true if a save is due after `step`.
     pub(super) fn is_due(&self, step: u64) -> bool {
         self.every.is_some_and(|every| step.is_multiple_of(every))
     }
 
-    /// Takes the phases of all processes from a report, which is the same on every process.
+    /// Passes the progress of all processes, from a report, to the save in progress: see
+    /// [`Saving::report`].
     pub(super) fn report(&mut self, p: &mut Program, saves: &[SaveProgress]) -> Result<()> {
         if let Some(saving) = &mut self.current
             && saving.report(p, saves)?
@@ -116,7 +117,8 @@ impl Saves {
         Ok(())
     }
 
-    /// Begins to save the last step, unless that is done. Blocks until the save before is complete.
+    /// Starts to save the model after the last step, unless it is saved already. Blocks until the
+    /// previous save is complete.
     pub(super) fn begin<In: Tree<Leaf = MpmdArray>>(
         &mut self,
         p: &mut Program,
@@ -133,16 +135,16 @@ impl Saves {
         Ok(())
     }
 
-    /// Blocks until the save under way is complete.
+    /// Blocks until the save in progress is complete.
     pub(super) fn finish(&mut self, p: &mut Program) -> Result<()> {
         self.current
             .take()
             .map_or(Ok(()), |mut saving| saving.finish(p))
     }
 
-    /// Ends the saves after a figure that is not finite. `good` is the last step with finite ones.
-    /// Completes the save under way if it is of an earlier step, since its parameters have computed
-    /// a finite loss. Otherwise drops it.
+    /// Ends the saves after a figure that is not finite. `good` is the last step whose figures are
+    /// finite. If the save in progress is of an earlier step, completes it, since its parameters
+    /// have computed a finite loss. Otherwise drops it.
     pub(super) fn end<In: Tree<Leaf = MpmdArray>>(
         &mut self,
         p: &mut Program,

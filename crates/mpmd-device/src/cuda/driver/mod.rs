@@ -13,24 +13,24 @@ use serde::{Serialize, Serializer};
 use super::no_cuda::CudaVersion;
 pub use query::{cublas, found, nccl, nvrtc};
 
-/// The CUDA driver, as this process sees it. It does not change while the process runs.
+/// The CUDA driver as this process sees it. These facts do not change while the process runs.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Driver {
     /// The newest CUDA version that the driver supports.
     pub version: CudaVersion,
-    /// The visible graphics processors, in the order of their ordinals; at least one. The variable
-    /// `CUDA_VISIBLE_DEVICES` hides some and numbers the others.
+    /// The visible devices, in the order of their ordinals; at least one. The variable
+    /// `CUDA_VISIBLE_DEVICES` can hide devices and renumber the others.
     pub gpus: Vec<GpuInfo>,
 }
 
-/// A graphics processor.
+/// Facts about a CUDA device.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct GpuInfo {
     /// The driver's number of the device in this process.
     pub ordinal: u32,
     /// The product name.
     pub name: String,
-    /// The identity of the device, the same in every process.
+    /// The UUID of the device, the same in every process.
     pub uuid: Uuid,
     /// Total memory in bytes, used or not.
     pub memory_bytes: u64,
@@ -40,7 +40,7 @@ pub struct GpuInfo {
     pub attributes: Attributes,
 }
 
-/// Properties of a graphics processor.
+/// Properties of a CUDA device.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
 pub struct Attributes {
     /// The number of streaming multiprocessors.
@@ -48,26 +48,26 @@ pub struct Attributes {
     /// The number of engines that copy while kernels run. With two, copies run in both directions
     /// at once.
     pub copy_engines: u32,
-    /// True if the host and all devices share one address range, so that an address identifies its
-    /// device.
+    /// True if the host and all devices share one address range, so that an address alone
+    /// identifies its device.
     pub unified_addressing: bool,
     /// True if other processes can open the device's memory and events (CUDA IPC).
     pub ipc: bool,
     /// True if only one process may use the device, as set by `nvidia-smi -c EXCLUSIVE_PROCESS`.
     pub exclusive: bool,
-    /// True if no process may use the device for computing.
+    /// True if no process may compute on the device.
     pub prohibited: bool,
-    /// True if the device shares the host's memory. Such devices have no IPC of memory.
+    /// True if the device uses the host's memory. Such devices cannot share memory by IPC.
     pub integrated: bool,
-    /// The most shared memory, in bytes, that a block can request (opt-in limit).
+    /// The most shared memory, in bytes, that a thread block can request (opt-in limit).
     pub shared_memory_bytes: u32,
 }
 
-/// The identity of a graphics processor, the same in all processes.
+/// The UUID of a CUDA device, the same in all processes.
 #[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Uuid(pub [u8; 16]);
 
-/// Formats the identity as `nvidia-smi -L` does: `GPU-` and groups of hexadecimal digits.
+/// Formats the UUID as `nvidia-smi -L` does: `GPU-` and groups of hexadecimal digits.
 impl fmt::Display for Uuid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("GPU")?;

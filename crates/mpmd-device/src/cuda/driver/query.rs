@@ -11,15 +11,15 @@ use super::super::library;
 use super::super::no_cuda::{CudaVersion, NoCuda, OLDEST};
 use super::{Attributes, Driver, GpuInfo, Uuid};
 
-/// Room for a device's name, in bytes.
+/// Size in bytes of the buffer for a device's name.
 const NAME_BYTES: usize = 256;
 
-/// Returns the CUDA driver. It is looked for once in a process: the first call starts the driver
-/// and may take seconds. Never panics.
+/// Returns facts about the CUDA driver. The first call in a process initialises the driver, which
+/// may take seconds; later calls return the same result. Never panics.
 ///
 /// # Errors
 ///
-/// If there is no driver, it does not work, or it shows no graphics processor.
+/// If there is no driver, it does not work, or it shows no device.
 pub fn found() -> Result<&'static Driver, NoCuda> {
     static DRIVER: OnceLock<Result<Driver, NoCuda>> = OnceLock::new();
     DRIVER.get_or_init(look).as_ref().map_err(NoCuda::clone)
@@ -137,7 +137,7 @@ fn gpu(ordinal: i32) -> Result<GpuInfo, NoCuda> {
     })
 }
 
-/// Creates an error for a failed driver call, with the driver's name and description of the error.
+/// Creates the error of a failed driver call, with the driver's name and description of the error.
 pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
     NoCuda::Refused {
         library: library::DRIVER.name,
@@ -164,8 +164,8 @@ pub fn nvrtc() -> Result<String, NoCuda> {
     }
 }
 
-/// Returns the version of cuBLAS, the library for matrix products, as text such as `12.8.4`, or a
-/// text that it is unknown. Loads the library if it is not loaded yet.
+/// Returns the version of cuBLAS, the library for matrix products, as text such as `12.8.4`. If the
+/// version is unknown, the text says so. Loads the library if it is not loaded yet.
 ///
 /// # Errors
 ///
@@ -205,7 +205,7 @@ pub fn nccl() -> Result<String, NoCuda> {
     super::super::nccl::library::version().map(nccl_version)
 }
 
-/// Formats NCCL's number for a version, encoded as in NCCL_VERSION since 2.9: 22203 is 2.22.3.
+/// Formats NCCL's number of a version, encoded as by NCCL_VERSION since 2.9: 22203 is 2.22.3.
 fn nccl_version(number: i32) -> String {
     format!(
         "{}.{}.{}",

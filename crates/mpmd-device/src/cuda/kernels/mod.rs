@@ -8,30 +8,30 @@ use mpmd_layout::aval::DType;
 
 use crate::cuda::source::Source;
 
-/// In-place sums: `add_f32`, `add_f64`, `add_f16`, `add_bf16`. Arguments: number of elements, sums,
-/// summands.
+/// Kernels that add arrays in place: `add_f32`, `add_f64`, `add_f16`, `add_bf16`. Their arguments
+/// are the number of elements, the sums, and the summands.
 pub static ADD: Source = Source::cuda(
     "add.cu",
     concat!(include_str!("common.cuh"), include_str!("add.cu")),
 )
 .exact();
 
-/// Optimisers, with the same bits as on the host: sums of squares, the figures of a step, updates
-/// by AdamW and SGD.
+/// Kernels of optimisers: sums of squares, the figures of a step, and updates by AdamW and SGD.
+/// Results have the same bits as on the host.
 pub static UPDATE: Source = Source::cuda(
     "update.cu",
     concat!(include_str!("common.cuh"), include_str!("update.cu")),
 )
 .exact();
 
-/// Returns the bytes of shared memory of a block of attention: `tiles` tiles of `rows` vectors of
-/// up to `dim` elements, and a square of scores. All rows have four numbers more. The forward pass
-/// has two tiles, the passes of gradients have four.
+/// Returns the bytes of shared memory that a thread block of attention needs: `tiles` tiles of
+/// `rows` vectors of up to `dim` elements, and a square of scores. Each row is padded by four
+/// numbers. The forward pass has two tiles, and the gradient passes have four.
 pub const fn attention_shared(dim: usize, rows: usize, tiles: usize) -> u32 {
     (rows * (tiles * (dim + 4) + rows + 4) * size_of::<f32>()) as u32
 }
 
-/// One text compiled for `f32` and for `bf16`.
+/// One source text that is compiled for `f32` and for `bf16`.
 #[derive(Debug)]
 pub struct SourcePair {
     f32: Source,
@@ -39,7 +39,7 @@ pub struct SourcePair {
 }
 
 impl SourcePair {
-    /// Returns the source for a dtype. `None` unless it is `f32` or `bf16`.
+    /// Returns the source for a dtype; `None` unless it is `f32` or `bf16`.
     pub fn of(&'static self, dtype: DType) -> Option<&'static Source> {
         match dtype {
             DType::F32 => Some(&self.f32),
@@ -62,7 +62,7 @@ macro_rules! pairs {
                 $(.or_below($bytes, &$smaller.bf16))?,
         };)*
 
-        /// The sources of all layers.
+        /// The sources of all layers' kernels.
         pub static LAYERS: &[&SourcePair] = &[$(&$name),*];
     };
     ($file:literal, $type:literal, $dtype:literal $(, $defines:literal, $label:literal)?) => {
@@ -79,36 +79,36 @@ macro_rules! pairs {
 pairs! {
     /// GELU, SiLU and gates, with gradients.
     ACTIVATION: "activation.cu",
-    /// Attention to vectors of up to 64 elements, with gradients.
+    /// Attention with head dimensions up to 64, with gradients.
     ATTENTION_64: "attention.cu"
         with "#define D 64\n#define N 64\n#define BLOCKS 2\n" named "64"
         or ATTENTION_64_BY_32 below attention_shared(64, 64, 4),
-    /// Attention to vectors of up to 64 elements, in smaller tiles.
+    /// Attention with head dimensions up to 64, in smaller tiles.
     ATTENTION_64_BY_32: "attention.cu"
         with "#define D 64\n#define N 32\n#define BLOCKS 2\n" named "64 by 32",
-    /// Attention to vectors of up to 128 elements.
+    /// Attention with head dimensions up to 128.
     ATTENTION_128: "attention.cu"
         with "#define D 128\n#define N 64\n#define BLOCKS 1\n" named "128"
         or ATTENTION_128_BY_32 below attention_shared(128, 64, 4),
-    /// Attention to vectors of up to 128 elements, in smaller tiles.
+    /// Attention with head dimensions up to 128, in smaller tiles.
     ATTENTION_128_BY_32: "attention.cu"
         with "#define D 128\n#define N 32\n#define BLOCKS 1\n" named "128 by 32",
-    /// Attention to vectors of up to 256 elements.
+    /// Attention with head dimensions up to 256.
     ATTENTION_256: "attention.cu"
         with "#define D 256\n#define N 32\n#define BLOCKS 1\n" named "256"
         or ATTENTION_256_BY_16 below attention_shared(256, 32, 4),
-    /// Attention to vectors of up to 256 elements, in smaller tiles.
+    /// Attention with head dimensions up to 256, in smaller tiles.
     ATTENTION_256_BY_16: "attention.cu"
         with "#define D 256\n#define N 16\n#define BLOCKS 1\n" named "256 by 16",
     /// Sums of the columns of a matrix.
     COLUMNS: "columns.cu",
     /// Sums, biases, conversions and dropout.
     ELEMENTWISE: "elementwise.cu",
-    /// Rows of a table by their indices, with the table's gradient.
+    /// Lookups of a table's rows by index, and the table's gradient.
     EMBEDDING: "embedding.cu",
     /// Layer norm and RMS norm, with gradients.
     NORM: "norm.cu",
-    /// Writes to and attention over caches of keys and values in blocks.
+    /// Writes to caches of keys and values in blocks, and attention over such caches.
     PAGED: "paged.cu",
     /// Rotary position embeddings.
     ROTARY: "rotary.cu",

@@ -12,36 +12,37 @@ use mpmd_layout::aval::DType;
 
 /// The status of a successful call.
 pub(super) const SUCCESS: u32 = 0;
-/// The status of a call that continues in the background. The communicator reports its result.
+/// The status of a call that continues in the background. The communicator reports the final
+/// status.
 pub(super) const IN_PROGRESS: u32 = 7;
 
-/// A communicator, of which NCCL alone knows the parts.
+/// A handle of an NCCL communicator, an opaque pointer.
 pub(super) type RawCommunicator = *mut c_void;
 
 /// A CUDA stream, as NCCL's header declares it.
 type RawStream = *mut c_void;
 
-/// The id by which a group creates its communicators.
+/// The id that all ranks of a group pass to create their communicators.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct UniqueId {
     pub(super) internal: [c_char; 128],
 }
 
-/// The configuration of a communicator in NCCL 2.14. Newer libraries use defaults for the fields
-/// that were added since.
+/// The configuration of a communicator in NCCL 2.14. Newer libraries use defaults for fields that
+/// were added later.
 #[repr(C)]
 pub(super) struct NcclConfig {
     size: usize,
     magic: c_uint,
     version: c_uint,
     blocking: c_int,
-    /// A field of later versions, and padding in this one.
+    /// A field of later NCCL versions. In version 2.14 it is padding.
     cga_cluster_size: c_int,
 }
 
 impl NcclConfig {
-    /// Returns a non-blocking configuration, otherwise with NCCL's defaults.
+    /// Returns a configuration for non-blocking calls, with NCCL's defaults for the rest.
     pub(super) fn non_blocking() -> Self {
         Self {
             size: size_of::<Self>(),
@@ -91,11 +92,11 @@ functions! { NCCL, SYMBOLS:
     fn ncclGetLastError(communicator: RawCommunicator) -> *const c_char;
 }
 
-/// Returns NCCL's version as its number: 22203 is 2.22.3. Loads NCCL if that was not done yet.
+/// Returns NCCL's version as a number: 22203 is 2.22.3. Loads NCCL if it is not loaded yet.
 ///
 /// # Errors
 ///
-/// As [`ready`].
+/// If NCCL is missing or lacks some functions.
 pub(crate) fn version() -> Result<i32, NoCuda> {
     NCCL.check(SYMBOLS)?;
     let mut number = 0;
@@ -106,18 +107,18 @@ pub(crate) fn version() -> Result<i32, NoCuda> {
     }
 }
 
-/// Loads NCCL at the first call, and checks that it has all functions.
+/// Loads NCCL at the first call, and checks that it has all needed functions.
 ///
 /// # Errors
 ///
-/// If NCCL is missing or lacks some of them.
+/// If NCCL is missing or lacks some functions.
 pub(super) fn ready() -> Result<(), CudaError> {
     NCCL.check(SYMBOLS)
         .map_err(|error| CudaError::new("making NCCL ready", "", error.to_string()))
 }
 
-/// Returns an error if `answer` is an error status of NCCL; `doing` names the operation in it.
-/// A call that continues in the background is no error.
+/// Returns an error if `answer` is an error status of NCCL. The error names the operation `doing`.
+/// The status [`IN_PROGRESS`] is no error.
 ///
 /// # Safety
 ///
@@ -173,7 +174,7 @@ fn name(answer: u32) -> String {
         .map_or_else(|| format!("NCCL error {answer}"), |name| (*name).to_owned())
 }
 
-/// Returns NCCL's number for a dtype. `None` if NCCL does not have it.
+/// Returns NCCL's number for a dtype; `None` if NCCL lacks the dtype.
 pub(super) fn data_type(dtype: DType) -> Option<u32> {
     match dtype {
         DType::I8 => Some(0),

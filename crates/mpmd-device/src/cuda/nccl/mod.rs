@@ -38,13 +38,13 @@ use crate::collective::CollectiveKind;
 use mpmd_layout::aval::DType;
 use mpmd_layout::topology::DeviceId;
 
-/// The first and the longest pause between two polls.
+/// The first and the longest pause between two polls of NCCL.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
-/// The time to wait for an abort to finish after a communicator was given up. Until then NCCL may
-/// still add work to the stream.
+/// The longest wait for a communicator's abort to finish. Until then NCCL may still add work to the
+/// stream.
 const UNTIL_GONE: Duration = Duration::from_secs(2);
 
-/// All NCCL communicators of this process, open or being ended.
+/// All NCCL communicators of this process, whether open, closing or being aborted.
 #[derive(Default)]
 pub struct Communicators {
     state: Mutex<CommunicatorsState>,
@@ -59,10 +59,10 @@ struct CommunicatorsState {
     leaving: Vec<Arc<Communicator>>,
 }
 
-/// A rank of a group of devices. Several ranks of a group may be in this process.
+/// A group of devices and a rank in it. Several ranks of a group may be in this process.
 #[derive(Eq, Hash, PartialEq)]
 struct CommunicatorKey {
-    /// The group's devices, in order.
+    /// The group's devices, in the order of their ranks.
     devices: Vec<DeviceId>,
     rank: usize,
 }
@@ -80,7 +80,7 @@ impl CommunicatorKey {
 pub struct Communicator {
     context: Arc<DeviceContext>,
     rank: usize,
-    /// The NCCL handle. `None` before it is created and after it was ended.
+    /// The NCCL handle; `None` before its creation and after the communicator has ended.
     raw: Mutex<Option<NcclHandle>>,
     given_up: OnceLock<Arc<Failure>>,
     is_gone: Mutex<bool>,
@@ -99,11 +99,11 @@ pub fn nccl_has(dtype: DType) -> bool {
     library::data_type(dtype).is_some()
 }
 
-/// Returns a new id, by which a group of devices creates its communicators.
+/// Creates the id with which a group of devices creates its communicators.
 ///
 /// # Errors
 ///
-/// If NCCL is missing or finds no network.
+/// If NCCL is missing or finds no network interface.
 pub fn new_id() -> Result<CommunicatorId, CudaError> {
     ready()?;
     let mut id = UniqueId { internal: [0; 128] };
@@ -121,11 +121,12 @@ pub fn new_id() -> Result<CommunicatorId, CudaError> {
 const NONE: RawCommunicator = std::ptr::null_mut();
 
 impl Communicators {
-    /// Returns the communicator of a rank of these devices. `None` if it was not created yet.
+    /// Returns the communicator of rank `rank` in the group `devices`. Returns `None` if it was not
+    /// created yet.
     ///
     /// # Errors
     ///
-    /// If all communicators were given up.
+    /// If all communicators were given up by [`Communicators::give_up`].
     pub fn find(
         &self,
         devices: &[DeviceId],
@@ -141,12 +142,12 @@ impl Communicators {
         }
     }
 
-    /// Creates the communicator of a rank of these devices. Blocks until every rank of the group
-    /// has done so, or until `deadline`. The device's context must be current.
+    /// Creates the communicator of rank `rank` in the group `devices`. Blocks until every rank of
+    /// the group has called it, or until `deadline`. The device's context must be current.
     ///
     /// # Errors
     ///
-    /// If NCCL fails, the other ranks do not come until the deadline, or all communicators are
+    /// If NCCL fails, the other ranks do not join before the deadline, or all communicators are
     /// given up meanwhile.
     pub fn open(
         &self,
@@ -183,8 +184,9 @@ impl Communicators {
         Ok(made)
     }
 
-    /// Aborts all open communicators, each on a thread of its own, and refuses new ones with `why`.
-    /// Called when a rank has died, because work that waits for it would never end. Never blocks.
+    /// Aborts all open communicators, each on its own thread, and refuses new ones with the failure
+    /// `why`. Call it when a rank has died, because work that waits for the rank would never end.
+    /// Never blocks.
     pub fn give_up(&self, why: &Arc<Failure>) {
         let open = {
             let mut state = self.state.lock();
@@ -203,7 +205,7 @@ impl Communicators {
         }
     }
 
-    /// Returns an error that NCCL reports for an open communicator, or `None`. Skips communicators
+    /// Returns an error that NCCL reports for an open communicator, if any. Skips communicators
     /// that another thread is using.
     pub fn look(&self) -> Option<CudaError> {
         let open: Vec<_> = self.state.lock().open.values().cloned().collect();
@@ -215,13 +217,14 @@ impl Communicators {
         states.into_iter().next()
     }
 
-    /// Returns true at the first call. Then the caller must start to watch the communicators.
+    /// Returns true at the first call only. The caller must then start to watch the communicators.
     pub fn are_to_be_watched(&self) -> bool {
         !self.is_watched.swap(true, Ordering::Relaxed)
     }
 
-    /// Ends all communicators that were not given up. Their work must be over on all ranks. Blocks
-    /// for at most `within`; communicators still open then are left to their threads.
+    /// Closes all communicators that were not given up. Their work must have ended on all ranks.
+    /// Blocks for at most `within`; communicators that are still open then are left to their
+    /// closing threads.
     pub fn close(&self, within: Duration) {
         let mut state = self.state.lock();
         let open = std::mem::take(&mut state.open);
@@ -246,13 +249,14 @@ impl Communicators {
 }
 
 impl Communicator {
-    /// Returns the failure because of which this communicator was given up, or `None` if it was
-    /// not. Once given up, its work may be undone although the device has passed it.
+    /// Returns the failure because of which this communicator was given up, if any. Its work may
+    /// then be incomplete, although the device has passed the work.
     pub fn given_up(&self) -> Option<&Arc<Failure>> {
         self.given_up.get()
     }
 
-    /// Starts to create the communicator of `ranks` ranks, without waiting for the other ranks.
+    /// Starts to create the communicator for a group of `ranks` ranks, without waiting for the
+    /// other ranks.
     fn begin(&self, ranks: usize, id: &CommunicatorId) -> Result<(), NotJoined> {
         const DOING: &str = "creating an NCCL communicator";
         let mut held = self.raw.lock();
@@ -283,7 +287,7 @@ impl Communicator {
         Ok(begun?)
     }
 
-    /// Issues a collective to a stream of the device with the current context. NCCL may still be
+    /// Issues a collective to a stream of the device whose context is current. NCCL may still be
     /// issuing in the background until [`until_done`](Self::until_done) returns.
     ///
     /// # Errors
@@ -355,8 +359,8 @@ impl Communicator {
         unsafe { check(&doing(), answer, raw) }.map_err(NotJoined::from)
     }
 
-    /// Sends each other rank its block of the values, and receives one from each. Returns NCCL's
-    /// status.
+    /// Sends each other rank its block of the values, and receives one block from each. Returns
+    /// NCCL's status.
     ///
     /// # Safety
     ///
@@ -387,12 +391,12 @@ impl Communicator {
         }
     }
 
-    /// Sends the values to other ranks, and receives them from one, by pairs (sender, receiver).
-    /// Returns NCCL's status.
+    /// Sends this rank's values to other ranks and receives another rank's values, as `pairs` of
+    /// (sender, receiver) say. Returns NCCL's status.
     ///
     /// # Safety
     ///
-    /// As for [`exchange_blocks`](Self::exchange_blocks).
+    /// The requirements of [`exchange_blocks`](Self::exchange_blocks) apply.
     unsafe fn exchange_pairs(
         &self,
         pairs: &[(usize, usize)],
@@ -425,12 +429,12 @@ impl Communicator {
         }
     }
 
-    /// Makes several NCCL calls as one group, which NCCL issues together. Returns their worst
-    /// status; without calls, `SUCCESS`.
+    /// Makes several NCCL calls as one group, which NCCL issues together. Returns the worst of
+    /// their statuses; without calls, [`SUCCESS`].
     ///
     /// # Safety
     ///
-    /// As each of the calls.
+    /// The requirements of each call apply.
     unsafe fn together(&self, calls: impl Iterator<Item = impl FnOnce() -> u32>) -> u32 {
         let mut calls = calls.peekable();
         if calls.peek().is_none() {
@@ -447,12 +451,13 @@ impl Communicator {
         worse(called, unsafe { library::ncclGroupEnd() })
     }
 
-    /// Waits until the background work of the last NCCL call is done, sleeping between polls.
+    /// Waits until the background work of the last NCCL call has finished, sleeping between polls.
     /// Errors name the operation `doing`.
     ///
     /// # Errors
     ///
-    /// If it failed, did not end before the deadline, or the communicator was given up meanwhile.
+    /// If the work failed, did not finish before the deadline, or the communicator was given up
+    /// meanwhile.
     pub fn until_done(&self, doing: &str, deadline: Instant) -> Result<(), NotJoined> {
         let [mut pause, longest] = PAUSES;
         loop {
@@ -475,7 +480,7 @@ impl Communicator {
         }
     }
 
-    /// Returns the status of the background work: `SUCCESS` or `IN_PROGRESS`.
+    /// Returns the status of the communicator's background work: `SUCCESS` or `IN_PROGRESS`.
     fn state(&self, doing: &str, NcclHandle(raw): NcclHandle) -> Result<u32, CudaError> {
         let mut state = SUCCESS;
         // SAFETY: it is alive, as its lock is held, and there is room for the number.
@@ -494,8 +499,8 @@ impl Communicator {
         }
     }
 
-    /// Locks the communicator. If it was given up, waits up to [`UNTIL_GONE`] for its abort and
-    /// fails.
+    /// Locks the communicator's handle. If the communicator was given up, waits up to
+    /// [`UNTIL_GONE`] for its abort, then fails.
     fn held(&self) -> Result<MutexGuard<'_, Option<NcclHandle>>, NotJoined> {
         if let Err(error) = self.still_joined() {
             // Until it is gone, NCCL may add work to the stream behind the caller's next work.
@@ -505,7 +510,7 @@ impl Communicator {
         Ok(self.raw.lock())
     }
 
-    /// Returns the reason why the communicator no longer exists.
+    /// Returns the error that the communicator no longer exists, with the reason.
     fn is_over(&self) -> NotJoined {
         match self.still_joined() {
             Err(given_up) => given_up,
@@ -513,8 +518,8 @@ impl Communicator {
         }
     }
 
-    /// Takes the communicator away from all users, calls `end` with it, and wakes the threads that
-    /// wait for its end.
+    /// Takes the handle away from all users, calls `end` with it, and wakes the threads that wait
+    /// for the communicator's end.
     fn end(&self, end: impl FnOnce(NcclHandle)) {
         let raw = self.raw.lock().take();
         if let Some(raw) = raw {
@@ -540,7 +545,8 @@ impl Communicator {
         }
     }
 
-    /// Finalises and destroys the communicator. Aborts it if it does not finish until the deadline.
+    /// Finalises and destroys the communicator. Aborts it if it does not finish before the
+    /// deadline.
     fn close(&self, held: NcclHandle, deadline: Instant) {
         const DOING: &str = "leaving NCCL";
         let NcclHandle(raw) = held;
@@ -575,7 +581,7 @@ fn worse(one: u32, other: u32) -> u32 {
     }
 }
 
-/// Returns a device address, `skip` bytes on, as a pointer.
+/// Returns the device address that is `skip` bytes after `place`, as a pointer.
 fn at(place: DevicePlace, skip: usize) -> *mut std::ffi::c_void {
     std::ptr::with_exposed_provenance_mut(place.address as usize + skip)
 }
