@@ -69,7 +69,6 @@ pub(super) struct IssuedCall<K: Kernel> {
 
 /// Discards, when dropped, the collective messages of a call that no device took. All devices of
 /// this process share it, so it is dropped after the call has ended on each of them.
-/// since each takes its messages at its own pace.
 pub(super) struct Leftovers {
     pub(super) runtime: Arc<Runtime>,
     pub(super) op: u64,

@@ -350,7 +350,6 @@ impl Program {
     /// The range covers only the time in which `f` issues operations, which may end later. Call
     /// [`Program::sync`] at the end of `f` to include their execution. A range is also recorded if
     /// `f` returns early or panics. Without a trace and a log, recording takes no measurable time.
-    /// log it takes no time that could be measured.
     #[track_caller]
     pub fn annotate<T>(&mut self, name: &str, f: impl FnOnce(&mut Self) -> T) -> T {
         let _range = self.runtime.trace.annotate(name, Location::caller());
