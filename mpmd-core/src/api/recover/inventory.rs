@@ -32,7 +32,7 @@ pub(super) struct Inventory {
     /// The newest commit that is known to be whole on every process.
     known: CommitId,
     pub(super) stuck: (CommitId, u32),
-    /// The newest step that this process has committed or issued.
+    /// The newest step for which this process has called `Program::commit`.
     pub(super) reached: u64,
     /// The age of the job, and the time of it that was lost by failures.
     pub(super) time: (Duration, Duration),

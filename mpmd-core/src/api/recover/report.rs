@@ -19,8 +19,8 @@ pub struct Recovery {
     pub epoch: u64,
     /// The step of the commit from which the job continues; 0 if no commit is whole.
     pub step: u64,
-    /// The newest step that was issued before the new epoch. The job repeats the steps after `step`
-    /// up to this one.
+    /// The newest step for which [`Program::commit`] was called before the new epoch. The job
+    /// repeats the steps after `step` up to this one.
     pub reached: u64,
     /// The number of processes in the epoch before, and in the new one.
     pub processes: (usize, usize),
