@@ -10,11 +10,12 @@ use crate::kernel::{Context, View, ViewMut};
 use mpmd_layout::random::Key;
 use mpmd_layout::tree::Tree;
 
-/// The surroundings of a running pass of a stage. Derefs to the [`Context`] of a kernel, and reads
-/// the optional values of the pass: side inputs, residuals, state, key and prepared parameters.
+/// The context of a running pass of a stage. Derefs to the [`Context`] of a kernel, and gives
+/// access to the optional values of the pass: side inputs, residuals, state, key and prepared
+/// parameters.
 ///
-/// Each value is read as a tree of views, and has the structure that the stage declared or the
-/// microbatch brought: `let (x, mask): (View, View) = cx.side()?`.
+/// Each value is read as a tree of views. The tree has the structure that the stage declared or the
+/// microbatch has: `let (x, mask): (View, View) = cx.side()?`.
 pub struct StageContext<'v, 'c> {
     context: &'v mut Context<'c>,
     stage: &'v str,
@@ -25,8 +26,8 @@ pub struct StageContext<'v, 'c> {
     prepared: Option<ObjectRef<'v, WorkingForm>>,
 }
 
-/// The working form of a stage's parameters on one device. Contains `None` until `Stage::prepare`
-/// has set it.
+/// The form of a stage's parameters that `Stage::prepare` makes for its passes, on one device.
+/// Contains `None` until it is made.
 pub(super) struct WorkingForm(pub(super) Option<Box<dyn Any + Send>>);
 
 /// The mode of a pass. Each mode has its own compiled forward kernel.
@@ -152,8 +153,8 @@ impl<'v, 'c> StageContext<'v, 'c> {
         })
     }
 
-    /// Returns the side inputs of the microbatch: in the forward pass, and in the backward pass of
-    /// a stage that declares no residuals.
+    /// Returns the side inputs of the microbatch. Available in the forward pass, and in the
+    /// backward pass of a stage that declares no residuals.
     ///
     /// # Errors
     ///
@@ -162,7 +163,8 @@ impl<'v, 'c> StageContext<'v, 'c> {
         self.read(&self.given.side, "side input", KEPT)
     }
 
-    /// Returns the stage's input again, in the backward pass of a stage that declares no residuals.
+    /// Returns the input of the forward pass. Available in the backward pass of a stage that
+    /// declares no residuals.
     ///
     /// # Errors
     ///
@@ -187,7 +189,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
         )
     }
 
-    /// Returns the residuals of the forward pass, in the backward pass.
+    /// Returns the residuals that the forward pass has written. Available in the backward pass.
     ///
     /// The view of a residual that the signature [keeps](super::StageSignature::keep) is empty in
     /// [`Stage::backward_input`](super::Stage::backward_input): its values are in the weight

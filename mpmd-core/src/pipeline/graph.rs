@@ -82,8 +82,8 @@ pub(super) fn named(stage: usize, name: &str) -> String {
     format!("stage {stage} `{name}`")
 }
 
-/// The reason why the side inputs of a microbatch do not fit the stages. Stages are shown with
-/// their numbers and names.
+/// The reason why the side inputs of a microbatch do not fit the stages. Messages show the stages'
+/// numbers and names.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum SideError {
     /// The microbatch has a side input for a stage that does not exist.
@@ -210,7 +210,7 @@ impl StageGraph {
         )
     }
 
-    /// Returns a stage.
+    /// Returns the stage with index `stage`.
     ///
     /// # Panics
     ///

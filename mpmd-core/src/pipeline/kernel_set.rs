@@ -179,7 +179,7 @@ impl BackwardBuilder<'_> {
         ])
     }
 
-    /// Returns the sharding of the gradients of the input.
+    /// Returns the sharding of the gradient of the stage's input.
     fn input(&self) -> PrefixTree<Sharding> {
         PrefixTree::from(&self.stage.input)
     }
@@ -218,7 +218,8 @@ fn nothing() -> PrefixTree<Sharding> {
     PrefixTree::Node(Vec::new())
 }
 
-/// Donates residuals, which are the input `input` of the kernel, if there are any.
+/// Makes the kernel donate its residuals, if there are any. They are the input at index `input` of
+/// the kernel.
 fn donate<K: Kernel>(
     jit: JitBuilder<K>,
     input: usize,

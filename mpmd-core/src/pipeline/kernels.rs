@@ -26,13 +26,13 @@ pub(super) trait StagePass: Send + Sync + 'static {
 
     fn stage(&self) -> &dyn ErasedStage;
 
-    /// Infers the kernel's signature.
+    /// Infers the kernel's signature from the shapes `x` of its inputs.
     fn signature(&self, x: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>>;
 
     /// Returns the kind of the pass and its settings as words, for [`Kernel::statics`].
     fn words(&self) -> Vec<u64>;
 
-    /// Computes the pass, on the host or on the kernel's device.
+    /// Runs the pass, on the host or on the kernel's device.
     fn pass(
         &self,
         cx: &mut Context<'_>,
@@ -112,7 +112,7 @@ pub(super) struct InferredStage {
     /// The shapes of the parameters' gradients: the parameter's shape, or `[0]` if it is frozen.
     pub(super) gradients: ErasedTree<ShapedArray>,
     pub(super) x: ErasedTree<ShapedArray>,
-    /// True if the residuals are the inputs and the side inputs.
+    /// True if the stage keeps its inputs and side inputs as residuals.
     pub(super) keeps_inputs: bool,
     pub(super) weight_residual: ErasedTree<PlacedShape>,
     pub(super) keeps: Vec<KeptResidual>,

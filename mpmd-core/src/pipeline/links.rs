@@ -49,8 +49,8 @@ impl<T: Tree<Leaf = MpmdArray>> StageOutput<T> {
     }
 }
 
-/// Outputs of earlier stages that together form the input of a later one: a [`StageOutput`], a
-/// tuple of them, or a vector of equal ones.
+/// Outputs of earlier stages that together form the input of a later stage: a [`StageOutput`], a
+/// tuple of such outputs, or a vector of outputs of one type.
 pub trait StageOutputs {
     /// The input type of the later stage.
     type In: Tree<Leaf = MpmdArray>;
@@ -68,7 +68,7 @@ pub struct FeedOf {
 }
 
 impl FeedOf {
-    /// Returns the feed, or an error if a part belongs to another pipeline.
+    /// Returns the parts, or an error if one of them belongs to another pipeline.
     pub(super) fn checked(self, pipeline: &Arc<()>) -> Result<StageFeed> {
         if self.of.iter().all(|of| Arc::ptr_eq(of, pipeline)) {
             return Ok(self.feed);
@@ -133,8 +133,8 @@ tuples! {
 #[derive(Clone, Debug)]
 pub(super) struct StageFeed {
     pub(super) parts: Vec<OutputPart>,
-    /// True if the only part is the whole input, false if the parts are elements of a tuple or
-    /// vector.
+    /// True if the only part is the whole input. False if the input is a tuple or vector of the
+    /// parts.
     whole: bool,
 }
 

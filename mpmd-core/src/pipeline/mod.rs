@@ -144,8 +144,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         })
     }
 
-    /// Returns a handle to the outputs of the last stage so far. Pass it to [`Pipeline::then_from`]
-    /// to feed them to a later stage.
+    /// Returns a handle to the outputs of the last stage that was added. Pass it to
+    /// [`Pipeline::then_from`] to feed them to a later stage.
     pub fn output(&self) -> StageOutput<Out> {
         StageOutput::new(self.graph.stages.len() - 1, self.graph.identity.clone())
     }
@@ -211,7 +211,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         })
     }
 
-    /// Ties weights: the stage `user` uses a parameter of the stage `owner` in place of its own.
+    /// Ties weights: the stage `user` uses a parameter of the stage `owner` instead of its own.
     /// Both parameters are given as (stage, path).
     ///
     /// `owner` still stores the parameter. `user` no longer has its own, neither in
@@ -364,7 +364,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.graph.stages.len()
     }
 
-    /// Returns the mesh of stage `stage`, from 0.
+    /// Returns the mesh of stage `stage`. Stages count from 0.
     ///
     /// # Panics
     ///
@@ -461,8 +461,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         set.map_err(|why| refused(why, at, "Pipeline::set_params", None))
     }
 
-    /// Runs one microbatch forward through all stages, and keeps nothing for a backward pass. Only
-    /// issues the operations, and returns the outputs of the last stage without waiting.
+    /// Runs one microbatch forward through all stages, and keeps no residuals for a backward pass.
+    /// Issues the operations and returns the outputs of the last stage without waiting for them.
     ///
     /// # Errors
     ///

@@ -22,7 +22,7 @@ struct PrepareKernel {
     bytes: u64,
 }
 
-/// The state of the working form of a stage's parameters.
+/// The state of the working form, which `Stage::prepare` makes of a stage's parameters.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Freshness {
     /// The working form does not exist yet.

@@ -94,7 +94,7 @@ struct StageMicrobatch {
     microbatch: usize,
 }
 
-/// Counts of a stage's passes in a step.
+/// Numbers of a stage's passes in a step.
 #[derive(Clone, Copy, Default)]
 struct PassCounts {
     /// Number of passes that read the stage's parameters.
@@ -129,7 +129,7 @@ struct MicrobatchStates {
     microbatches: usize,
 }
 
-/// A gradient of some of a stage's outputs, from one of the stages that read them.
+/// A gradient, from one of the reading stages, of those outputs of a stage that it reads.
 struct ArrivedGradient {
     /// The part of the reading stage's input to which the gradient belongs.
     from: InputPart,
@@ -337,7 +337,7 @@ impl StageMicrobatch {
 }
 
 impl PassCounts {
-    /// Counts the passes of one action.
+    /// Returns the pass counts of one action.
     fn of(kind: ActionKind) -> Self {
         let (reads_params, adds_gradients) = match kind {
             ActionKind::Forward | ActionKind::BackwardInput => (1, 0),
@@ -350,7 +350,7 @@ impl PassCounts {
         }
     }
 
-    /// Counts the passes of each of the stages in `order`.
+    /// Returns the pass counts of each stage, from all actions in `order`.
     fn of_stages(stages: usize, order: &[Action]) -> Vec<Self> {
         let mut counts = vec![Self::default(); stages];
         for action in order {
@@ -603,7 +603,7 @@ impl<'a> RunningStep<'a> {
         Ok(forwarded.y)
     }
 
-    /// Returns the mode in which the forward passes of a stage run in this step.
+    /// Returns the mode in which a stage runs its forward passes in this step.
     fn forward_mode(&self, stage: usize) -> Mode {
         if !self.trains {
             Mode::Evaluation

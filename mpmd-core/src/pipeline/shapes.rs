@@ -36,7 +36,7 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
         }
     }
 
-    /// Sets the global shapes of a stage's side inputs.
+    /// Sets the global shapes of the side inputs of stage `stage`.
     #[must_use]
     pub fn side(mut self, stage: usize, side: &impl Tree<Leaf = ShapedArray>) -> Self {
         let leaves = side.leaves().into_iter().cloned().collect();

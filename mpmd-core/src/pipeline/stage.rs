@@ -16,12 +16,12 @@ use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Leaf, Structure, Tree, TreeError};
 
-/// A stage of a pipeline: types of parameters, inputs and outputs, and the passes.
+/// A stage of a pipeline: the types of its parameters, inputs and outputs, and its passes.
 ///
-/// A small stage has [`infer`](Stage::infer), [`forward`](Stage::forward) and
+/// A small stage implements [`infer`](Stage::infer), [`forward`](Stage::forward) and
 /// [`backward`](Stage::backward). All else is optional: side inputs, residuals, state, random keys,
 /// [prepared](Stage::prepare) parameters, and backward [`passes`](Stage::passes) that are split.
-/// These values are read from the [`StageContext`].
+/// The passes read these values from the [`StageContext`].
 ///
 /// Like a [`Kernel`](crate::kernel::Kernel), a stage sees the regions of one device. It may call
 /// the collectives that it declares.
@@ -164,9 +164,9 @@ pub trait Stage: Send + Sync + 'static {
         let _ = path;
     }
 
-    /// Returns the bytes on each device of the object that [`Stage::prepare`] makes, or `None` if
-    /// the stage prepares nothing. `params` has the shape of the largest region of each parameter
-    /// on one device. Default: `None`.
+    /// Returns the bytes, on each device, of the object that [`Stage::prepare`] makes; `None` if
+    /// the stage prepares nothing. `params` has, for each parameter, the shape of the largest
+    /// region on one device. Default: `None`.
     fn prepared_bytes(&self, params: &Shapes<Self::Params>) -> Option<u64> {
         let _ = params;
         None
@@ -468,8 +468,8 @@ impl<O> StageSignature<O> {
         self
     }
 
-    /// Declares that the residual at path `residual` is also the weight residual at path
-    /// `weight_residual`. It is not copied.
+    /// Declares that the residual at path `residual` also serves as the weight residual at path
+    /// `weight_residual`, without a copy.
     #[must_use]
     pub fn keep(mut self, residual: impl Into<String>, weight_residual: impl Into<String>) -> Self {
         self.keeps.push(KeptResidual {

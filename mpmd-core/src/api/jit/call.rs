@@ -162,8 +162,8 @@ impl<K: Kernel> DeviceCall<K> {
         ran
     }
 
-    /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, resolves the outputs
-    /// with values or the failure, and releases this device's guard of the operation.
+    /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, and resolves the
+    /// outputs with values or the failure. Then releases this device's guard of the operation.
     fn run_here(mut self: Box<Self>, issued: IssuedCall<K>) {
         let IssuedCall {
             bound,
@@ -311,7 +311,8 @@ pub(super) enum Fill {
 
 pub(super) type ReservedMemory = CallResult<Reservation>;
 
-/// The reason why a call fails because of its objects.
+/// The reason why a call fails because of an object that its kernel should have made, or that is
+/// too large.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 enum ObjectError {
     #[error(transparent)]
@@ -321,7 +322,7 @@ enum ObjectError {
     Missing { output: usize },
 }
 
-/// One call on one device: its kernel and plan, device, operation number, source line and label.
+/// A call in progress on one device.
 pub(super) struct RunningCall<'a, K: Kernel> {
     pub(super) bound: &'a Bound<K>,
     pub(super) seat: &'a DeviceBinding,
@@ -396,8 +397,8 @@ impl<'a, K: Kernel> RunningCall<'a, K> {
             .map_err(|why| self.failure(&why))
     }
 
-    /// Returns an error if the kernel has left out an object, or if an object reports more bytes
-    /// than declared.
+    /// Returns an error if the kernel has not made a declared object, or if an object reports more
+    /// bytes than declared.
     fn check_objects(
         &self,
         inputs: &[Option<SharedBuffer>],
@@ -418,8 +419,8 @@ impl<'a, K: Kernel> RunningCall<'a, K> {
         Ok(())
     }
 
-    /// Allocates `bytes` of host staging memory, from which accelerators copy. Fails if there is no
-    /// memory.
+    /// Allocates `bytes` of host staging memory, the source of copies to accelerators. Fails if
+    /// there is no memory.
     pub(super) fn staging(&self, bytes: usize) -> CallResult<OwnedBuffer> {
         let runtime = self.runtime();
         runtime

@@ -36,7 +36,7 @@ use warm::Warm;
 /// Maximum number of call plans that a [`Jit`] keeps. A further plan replaces the oldest.
 const PLANS_KEPT: usize = 8;
 
-/// State that a [`Jit`] keeps between calls.
+/// The plans and lists that a [`Jit`] keeps between calls.
 struct KeptPlans<K: Kernel> {
     plans: Vec<Arc<Bound<K>>>,
     lists: CallLists,

@@ -504,7 +504,7 @@ fn input_plans<K: Kernel>(
     Ok(inputs.collect())
 }
 
-/// Returns the bytes of all outputs and new objects on this process's devices.
+/// Returns the total bytes of all outputs and new objects on this process's devices.
 fn bytes_here(seats: &[DeviceBinding], objects: &ObjectPlan) -> u64 {
     let held: u64 = objects.bytes.iter().map(|object| object.bytes).sum();
     let bytes = seats

@@ -142,7 +142,7 @@ where
 /// A closure that takes an object and typed views, inputs first. `A` is a function type with the
 /// closure's arguments.
 pub trait RunMethod<A>: Send + Sync + 'static {
-    /// The type of the object.
+    /// The type of the object's value on each device.
     type Object: Send + 'static;
     /// The structure of the inputs.
     type In: Tree<Leaf = MpmdArray>;
@@ -172,7 +172,7 @@ pub trait RunMethod<A>: Send + Sync + 'static {
 /// The values that a method's closure may return. Kernels have a trait of their own, so that type
 /// inference works for a bare `Err(…)`.
 pub trait MethodResult {
-    /// The objects that the call makes.
+    /// The objects that the call makes: `()`, or [`MadeObject`] for one.
     type Made: Makes;
 
     /// Returns the new objects, or the error of a closure that failed.
@@ -215,7 +215,7 @@ impl<T: Send + 'static> MethodResult for Result<MadeObject<T>> {
     }
 }
 
-/// Implements `RunMethod` for closures with these inputs and outputs.
+/// Implements `RunMethod` for closures with the given number of inputs and outputs.
 macro_rules! run_method {
     ([$($x:ident: $X:ident)*] [$($y:ident: $Y:ident)*]) => {
         impl<F, T, R, $($X,)* $($Y,)*>

@@ -35,7 +35,7 @@ pub(super) struct Candidate {
     pub(super) identity: Identity,
     pub(super) member: JobMember,
     pub(super) opened: Result<OpenedTransport>,
-    /// The job's secret.
+    /// The secret token of the job.
     pub(super) token: [u8; 32],
 }
 
@@ -44,7 +44,7 @@ pub(super) struct Candidate {
 pub(crate) enum EpochStart {
     /// The epoch has begun, and this is its program.
     Program(Box<Program>),
-    /// The job has ended without this process.
+    /// The job has ended, and this process had no place in it.
     NoPlace,
     /// A process was lost before the epoch began. This process may return in the next epoch.
     Lost {

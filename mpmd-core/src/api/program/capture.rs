@@ -15,7 +15,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Structure;
 use mpmd_record::trace::Label;
 
-/// A step that is being captured.
+/// The record of a step that is being captured.
 pub(crate) struct Capture {
     /// The number of operations issued before the step.
     pub(crate) before: u64,
@@ -40,7 +40,7 @@ pub(crate) struct Capture {
     pub(crate) comparisons: Vec<Comparison>,
 }
 
-/// The operation of a step that donates an array.
+/// The position and source line of an operation that donates an array in a step.
 #[derive(Clone, Copy)]
 pub(crate) struct StepDonation {
     /// Position of the operation in the step, from 1.

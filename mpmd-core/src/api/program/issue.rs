@@ -47,7 +47,8 @@ pub(crate) struct NewOp<'a> {
 pub(crate) struct IssuedOp {
     /// The operation's number.
     pub(crate) op: u64,
-    /// Keeps the operation in flight. `None` unless this process has [work](OpPart::Work) to do.
+    /// A guard that keeps the operation in flight. `None` unless this process has
+    /// [work](OpPart::Work) to do.
     pub(crate) guard: Option<OpGuard>,
 }
 
@@ -92,7 +93,8 @@ pub(crate) trait Again: Send + Sync {
 pub(super) type IssueHook = Box<dyn Fn(u64, &Arc<Runtime>) + Send>;
 
 impl<'a> NewOp<'a> {
-    /// Creates an operation that takes no arrays and in which this process has no part.
+    /// Creates a description with the defaults: the operation takes no arrays, and this process has
+    /// no part in it.
     pub(crate) fn new(
         at: &'static Location<'static>,
         what: &'a dyn Fn() -> Arc<dyn fmt::Display + Send + Sync>,

@@ -47,8 +47,8 @@ pub struct MemoryUse {
     /// start. Staging memory holds packed pieces, and received pieces that wait for their
     /// destination.
     pub staging_recent_peak: u64,
-    /// Bytes mapped from the system so far, for devices, arrays in host memory, and staging. Never
-    /// falls.
+    /// Total bytes mapped from the system so far: for devices, arrays in host memory, and staging.
+    /// Never decreases.
     pub mapped: u64,
     /// Bytes of host memory that arrays and copies of commits use now. They do not count against
     /// the limit of any device.

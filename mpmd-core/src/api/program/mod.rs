@@ -113,7 +113,7 @@ pub struct Program {
     pub(crate) may_change: bool,
     /// The agreed change of the job that ends this epoch, if there is one.
     pub(crate) change: Option<JobChange>,
-    /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
+    /// The connection to the rendezvous, which keeps this process in the job. Must be dropped last.
     membership: Option<Membership>,
     /// Marker that makes the program `!Sync`.
     one_issuer: PhantomData<Cell<()>>,
@@ -159,7 +159,7 @@ impl Program {
         mpmd_launch::log_to_stderr();
     }
 
-    /// Returns a builder, for settings other than the defaults.
+    /// Returns a [`Builder`], with which a program sets options before it starts.
     pub fn builder() -> Builder {
         Builder::default()
     }

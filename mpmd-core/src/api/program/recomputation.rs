@@ -77,7 +77,7 @@ pub(crate) struct Recomputation {
 #[derive(Default)]
 struct ComparisonLedger {
     records: BTreeMap<ProcessId, ComparisonRecord>,
-    /// The convicted processes that [`Program::convicted`] has not returned yet.
+    /// The convicted processes that [`Program::convicted`] has yet to return.
     convicted: VecDeque<Convicted>,
 }
 
@@ -241,7 +241,7 @@ impl Program {
         });
     }
 
-    /// Returns (number of comparisons read, number of those that differed).
+    /// Returns (number of comparisons read, number of comparisons with a difference).
     #[cfg(test)]
     pub(crate) fn compared(&self) -> (u64, u64) {
         let records = self.recomputed.ledger.records.values();

@@ -354,7 +354,7 @@ impl Program {
     }
 }
 
-/// A move of arrays that is issued as one operation.
+/// The arrays, plans and options of a move that is issued as one operation.
 #[derive(Clone, Copy)]
 struct PutCall<'a> {
     arrays: &'a [&'a MpmdArray],

@@ -25,7 +25,7 @@ pub(super) struct CapturedName {
     pub(super) at: &'static Location<'static>,
 }
 
-/// One replay of a step.
+/// A running replay of a step.
 ///
 /// The hash of an operation mixes four values: the hash of all operations before the replay, the
 /// step, its inputs, and the operation's position. So each process can compute it without the other

@@ -69,7 +69,7 @@ pub(super) struct KeptOutput {
     pub(super) place: u32,
 }
 
-/// Lengths of the lists of [`ReplayLinks`].
+/// Lengths of the lists of [`ReplayLinks`] at one point of the step.
 #[derive(Clone, Copy, Default)]
 pub(super) struct LinkEnds {
     inputs: u32,
@@ -78,7 +78,7 @@ pub(super) struct LinkEnds {
 }
 
 impl ReplayLinks {
-    /// Returns the lengths of the lists so far.
+    /// Returns the present lengths of the three lists.
     pub(super) fn ends(&self) -> LinkEnds {
         LinkEnds {
             inputs: self.inputs.len() as u32,

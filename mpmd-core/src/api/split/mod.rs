@@ -413,7 +413,7 @@ fn refuse_unreduced(
     Err(IssueProblem::Split(why))
 }
 
-/// Returns the dimension of the array that is sharded over an axis, or `None`.
+/// Returns the dimension of the array that is sharded over `axis`, or `None` if there is none.
 fn divided_dim(sharding: &Sharding, axis: &str) -> Option<usize> {
     let entries = sharding.spec()?.entries();
     entries

@@ -59,13 +59,13 @@ impl Relabelled {
     }
 }
 
-/// An operation that gives existing shards new handles and moves nothing.
+/// An operation that gives existing shards new handles, and transfers nothing.
 pub(crate) struct Relabel {
     pub(crate) made: Vec<Relabelled>,
     pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
     /// True if the source arrays are donated and become unusable.
     pub(crate) donate: bool,
-    /// True if the results are complete only after the sends of the first source.
+    /// True if the results complete only after the sends of the first source array.
     pub(crate) awaits_sends: bool,
 }
 

@@ -614,7 +614,7 @@ impl PublicationShared {
         self.copied.notify_all();
     }
 
-    /// Serves a subscriber until it leaves.
+    /// Serves one subscriber until its link ends.
     fn serve(&self, publishers: usize, join: impl FnOnce() -> Result<Program>) {
         self.metrics.lock().subscribers += 1;
         let link = || {

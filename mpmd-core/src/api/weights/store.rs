@@ -32,7 +32,7 @@ const SLICE: usize = 256 << 10;
 #[derive(Clone, Debug)]
 pub(super) struct OwnShard {
     pub(super) leaf: usize,
-    /// The shape of the leaf.
+    /// The shape of the whole leaf.
     pub(super) shape: Vec<usize>,
     pub(super) region: Region,
     /// The dtype of the array, and the dtype in which it is published.

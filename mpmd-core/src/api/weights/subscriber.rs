@@ -294,7 +294,7 @@ impl Program {
         Ok(subscription)
     }
 
-    /// Subscribes as [`Program::subscribe`] does, and gives the versions to `intake`.
+    /// Subscribes as [`Program::subscribe`] does, and passes each version to `intake`.
     ///
     /// # Errors
     ///

@@ -20,7 +20,7 @@ use crate::exec::Runtime;
 /// First system id that simulated processes get. No real process has such a high id.
 const FIRST_PID: u32 = 1 << 31;
 
-/// A simulated process's part in a job over its epochs.
+/// A simulated process and its part in a job over several epochs.
 pub(crate) struct SimulatedJob<'a> {
     simulation: &'a Simulation,
     parts: &'a SimulatedParts,

@@ -63,7 +63,7 @@ pub struct Simulation {
     world: Option<WorldSettings>,
 }
 
-/// The loss of a process when it issues an operation of an epoch.
+/// A planned loss of a process: the operation and epoch at which it disappears.
 #[derive(Clone, Copy, Debug)]
 struct PlannedLoss {
     process: ProcessId,
