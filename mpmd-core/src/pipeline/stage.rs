@@ -239,8 +239,8 @@ pub trait Stage: Send + Sync + 'static {
     /// Returns true if the passes and [`Stage::prepare`] read and write values in host memory, even
     /// on a CUDA device. Default: false.
     ///
-    /// On a CUDA device, each pass then waits for its inputs, copies them to the host, computes on
-    /// the device's thread and copies the outputs back. That is slow.
+    /// On a CUDA device, each pass then waits for its inputs and copies them to the host. It
+    /// computes on the device's thread and copies the outputs back, which is slow.
     fn computes_on_host(&self) -> bool {
         false
     }

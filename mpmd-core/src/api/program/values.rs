@@ -58,9 +58,9 @@ impl Program {
     /// there are none.
     ///
     /// Values of up to 4 KiB are hashed whole. Of larger values, the hash covers the length and 64
-    /// blocks of 64 bytes at equal distances. They are hashed whole only at the calls 1, 2, 4, 8
-    /// and so on with the same number of bytes, at a few other calls, and always with
-    /// `check_uncommitted`. On average, a call takes less than a microsecond for each value.
+    /// blocks of 64 bytes at equal distances. They are hashed whole at the calls 1, 2, 4, 8 and so
+    /// on with the same number of bytes, and at a few others. With `check_uncommitted` they are
+    /// always hashed whole. On average, a call takes less than a microsecond for each value.
     pub(crate) fn hash_values(&mut self, arrays: &[&MpmdArray]) -> Option<u64> {
         let mut hash: Option<Rolling> = None;
         let mut of_large = None;

@@ -124,8 +124,9 @@ impl RecoveringBuilder {
     ///
     /// Each process needs a device. The program does not continue with a number of processes for
     /// which the function returns fewer devices. An added process then waits until another one is
-    /// lost. The function is called before the job begins, for each number of processes up to four
-    /// times that of the start, but at least up to 256. The job does not grow further.
+    /// lost. Before the job begins, the function is called for each number of processes up to a
+    /// limit. The limit is 256 or four times the number at the start, whichever is larger. The job
+    /// does not grow further.
     ///
     /// An error of the function is the reason why the program cannot continue with that number,
     /// such as missing memory. The job then waits for processes, at most for the peer timeout, and
@@ -148,7 +149,7 @@ impl RecoveringBuilder {
     ///
     /// The measured time lies between two commits: the time in which the process's kernels run on
     /// CPU devices, or in which the system has stopped the process. The median of the last twelve
-    /// times is compared with the median of the first twelve of the epoch, and the change of the
+    /// times is compared with the median of the first twelve of the epoch. The same change on the
     /// other processes is discounted. Process 0 prints a line with the process and its times. On
     /// the dropped process, [`RecoveringBuilder::run`] returns `None`.
     pub fn drop_slow(mut self, factor: f64) -> Self {
