@@ -40,8 +40,7 @@ pub(super) struct Forwarded {
 
 /// The results of a pass that computes the input gradient.
 pub(super) struct BackwardOutput {
-    /// The gradient of the input; `None` if no earlier stage whose outputs the stage reads is
-    /// trained.
+    /// The gradient of the input; `None` if the stage reads no stage that is trained.
     pub(super) dx: Option<ErasedTree>,
     pub(super) weight_residual: ErasedTree,
     /// The gradients of the parameters, if the pass is fused.

@@ -64,7 +64,7 @@ impl<T: Send + 'static> MadeObject<T> {
 pub trait Makes: Sized + Send + 'static {
     /// The structure of the new objects, as arrays.
     type Tree: Tree<Leaf = MpmdArray>;
-    /// The return type of a call whose outputs have the type `Y`.
+    /// The return type of a call; `Y` is the type of the method's outputs.
     type Results<Y>;
 
     /// Returns a placeholder shape for each new object.

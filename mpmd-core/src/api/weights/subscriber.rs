@@ -236,7 +236,8 @@ struct SubscriptionProgress {
 /// The intake behind [`Subscription::next`], for a program that takes versions as arrays.
 #[derive(Default)]
 struct LatestVersions {
-    /// At most two versions: one that every process has taken, and one whose end is not known yet.
+    /// At most two versions: one that every process has taken, and a newer one that may still be
+    /// refused.
     taken: VecDeque<Received>,
     /// The newest version that every process has taken.
     whole: Option<VersionNumbers>,
