@@ -17,7 +17,8 @@ use mpmd_layout::reshard::{Intermediate, cheapest_intermediate, groups_by_device
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
 
-/// A function of the caller that moves arrays, given as (array, target), and returns them in order.
+/// A function of the caller that moves arrays, given as (array, target), and returns the moved
+/// arrays in order.
 type MoveFn<'a> =
     dyn FnMut(&mut Program, &[(&MpmdArray, &Sharding)]) -> Result<Vec<MpmdArray>> + 'a;
 
@@ -27,7 +28,8 @@ enum LeafRoute {
     Via(Box<IntermediateRoute>),
 }
 
-/// Gathers replicas on the source's devices first, then moves one replica to the target.
+/// The route through an intermediate sharding: gathers replicas on the source's devices, then moves
+/// one replica to the target.
 struct IntermediateRoute {
     /// The intermediate sharding.
     between: Sharding,
@@ -36,13 +38,13 @@ struct IntermediateRoute {
     onward: Arc<PutPlan>,
 }
 
-/// The routes and targets of all leaves of a tree, in their order.
+/// The routes and targets of all leaves of a tree, in leaf order.
 struct LeafRoutes {
     routes: Vec<LeafRoute>,
     to: Vec<Sharding>,
 }
 
-/// The search for an intermediate sharding that was made last.
+/// The key and result of the last search for an intermediate sharding.
 struct LastSearch {
     key: PutKey,
     found: Option<Intermediate>,
@@ -51,10 +53,10 @@ struct LastSearch {
 impl Program {
     /// Moves every array of a tree to a sharding, grouped by source devices.
     ///
-    /// `to` is one sharding for all leaves, or a tree of them that is a prefix of `x`. The results
-    /// are those of [`Program::device_put`]; the order differs. Uncommitted arrays are issued
-    /// first, then the others in groups that live on the same devices. So moves that share links
-    /// are issued together. Returns without waiting for the moves.
+    /// `to` is one sharding for all leaves, or a tree of shardings that is a prefix of `x`. The
+    /// results equal those of [`Program::device_put`], but the moves are issued in another order.
+    /// Uncommitted arrays come first, then the others in groups on the same devices. So moves that
+    /// share links are issued together. Returns without waiting for the moves.
     ///
     /// # Errors
     ///
@@ -75,9 +77,9 @@ impl Program {
     /// order of [`Program::reshard`].
     ///
     /// `with` is called once for each group of arrays on the same devices, with (array, target) of
-    /// each. It returns the moved arrays in order, for instance by way of a sharding of its own or
-    /// by a `jit` kernel. Uncommitted arrays are placed without it. All processes must call it
-    /// alike.
+    /// each. It returns the moved arrays in order. For instance, it moves them by way of a sharding
+    /// of its own or by a `jit` kernel. Uncommitted arrays are placed without calling `with`. All
+    /// processes must make the same call.
     ///
     /// # Errors
     ///
@@ -118,9 +120,9 @@ impl Program {
         Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
     }
 
-    /// Moves (array, target) pairs by `with`, one group on the same devices after another, and
-    /// returns the results in the order of `moves`. Fails as `wrong` says if `with` returns other
-    /// arrays than it was asked for.
+    /// Moves (array, target) pairs by calling `with` for one group on the same devices after
+    /// another. Returns the results in the order of `moves`. Returns the error of `wrong` if `with`
+    /// returns other arrays than requested.
     #[track_caller]
     fn move_groups(
         &mut self,
@@ -158,16 +160,19 @@ impl Program {
     /// shardings in `from` and `to`.
     ///
     /// The array is first put to the intermediate sharding on its own devices. One replica of it,
-    /// on some of these devices, then moves to the target. The two sides so exchange few and large
-    /// pieces. In return, every source device temporarily holds an array that is gathered along the
-    /// cut axes: whole, or in as many parts as the target has, whichever moves fewer bytes. It
-    /// never moves fewer bytes than `reshard`, and more over the network if the source spans hosts.
-    /// With [`MoveOptions::donate`] the source is freed as soon as it has been gathered.
-    /// Uncommitted leaves and leaves without an intermediate move as in [`Program::reshard`].
+    /// on some of these devices, then moves to the target. So the two sides exchange few and large
+    /// pieces. In return, every source device temporarily holds a larger part of the array,
+    /// gathered along the cut axes. This is the whole array, or one of as many parts as the target
+    /// has, whichever moves fewer bytes.
     ///
-    /// Like `to`, `from` is one sharding or a prefix tree of them. It may spell a leaf's sharding
-    /// in another way, as `P(x, None)` for `P(x)`, if every device holds the same region by it and
-    /// the devices are in the same order.
+    /// This never moves fewer bytes than `reshard`, and moves more over the network if the source
+    /// spans hosts. With [`MoveOptions::donate`] the source is freed as soon as it has been
+    /// gathered. Uncommitted leaves and leaves without an intermediate sharding move as in
+    /// [`Program::reshard`].
+    ///
+    /// Like `to`, `from` is one sharding or a prefix tree of shardings. It may write a leaf's
+    /// sharding in another form, such as `P(x, None)` for `P(x)`. Every device must then hold the
+    /// same region, and the devices must be in the same order.
     ///
     /// # Errors
     ///
@@ -188,10 +193,10 @@ impl Program {
     /// Moves every array of a tree to a sharding as [`Program::reshard_with_intermediate_sharding`]
     /// does. The caller's function `with` makes the last move, from the intermediate sharding.
     ///
-    /// `with` is called as in [`Program::reshard_with`]. Of a leaf with an intermediate it gets the
-    /// first replica, an array of the leaf's shape on some of its devices; any other leaf it gets
-    /// as it is. Leaves on other devices are gathered after the move of those before them. Donation
-    /// frees the leaves that are gathered. The others are `with`'s to donate.
+    /// `with` is called as in [`Program::reshard_with`]. For a leaf with an intermediate sharding
+    /// it gets the first replica, an array of the leaf's shape on some of its devices. It gets any
+    /// other leaf unchanged. The leaves of each group are gathered only after the groups before
+    /// have moved. Donation frees the leaves that are gathered; `with` may donate the others.
     ///
     /// # Errors
     ///
@@ -248,8 +253,8 @@ impl Program {
         Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
     }
 
-    /// Returns the route and the target of every leaf: the direct route without `from`. Issues
-    /// nothing.
+    /// Returns the route and the target of every leaf. Without `from`, all routes are direct.
+    /// Issues nothing.
     fn routes(
         &mut self,
         structure: &Structure,
@@ -277,8 +282,8 @@ impl Program {
         Ok(LeafRoutes { routes, to })
     }
 
-    /// Returns the route of one leaf: the direct route without `from`. `last` has the intermediate
-    /// that was found last.
+    /// Returns the route of one leaf. Without `from`, the route is direct. `last` caches the last
+    /// search for an intermediate sharding.
     fn route(
         &mut self,
         path: &str,
@@ -350,8 +355,8 @@ impl Program {
         })))
     }
 
-    /// Moves every leaf of `x` along its route, in groups on the same devices. `from` is the
-    /// leaves' sharding if they may move by way of an intermediate sharding.
+    /// Moves every leaf of `x` along its route, in groups on the same devices. `from` has the
+    /// leaves' shardings; without it, leaves do not use an intermediate sharding.
     fn reshard_at<T: Tree<Leaf = MpmdArray>>(
         &mut self,
         x: &T,
@@ -447,8 +452,8 @@ impl Program {
     }
 }
 
-/// Describes how the results of a caller's reshard function differ from the moves that it was asked
-/// for; `None` if they do not.
+/// Describes how the arrays that a caller's function returned differ from the requested moves;
+/// `None` if they fit.
 fn misfit(moves: &[(&MpmdArray, &Sharding)], results: &[MpmdArray]) -> Option<String> {
     if results.len() != moves.len() {
         let asked = moves.len();
@@ -467,8 +472,8 @@ fn misfit(moves: &[(&MpmdArray, &Sharding)], results: &[MpmdArray]) -> Option<St
     found.map(|((x, to), y)| format!("the function returned {y:?} for {} as {to}", x.aval()))
 }
 
-/// Describes the first replica of an array: index 0 of every replica axis, a whole array on some of
-/// the devices.
+/// Describes the first replica of an array: the devices with index 0 on every replica axis, which
+/// hold a whole array.
 fn first_replica(
     path: &str,
     aval: &ShapedArray,

@@ -17,7 +17,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Structure, Tree, TreeError};
 
-/// Names for the elements of the input tuple of the input gradient's pass.
+/// Names, for error messages, of the elements of `BackwardKernel`'s input tuple.
 const BACKWARD_INPUTS: [&str; 5] = [
     "parameter",
     "residual",
@@ -26,7 +26,7 @@ const BACKWARD_INPUTS: [&str; 5] = [
     "",
 ];
 
-/// Names for the elements of its output tuple.
+/// Names, for error messages, of the elements of `BackwardKernel`'s output tuple.
 const BACKWARD_OUTPUTS: [&str; 3] = ["input gradient", "weight residual", "gradient"];
 
 /// The results of a forward pass.
@@ -34,29 +34,29 @@ pub(super) struct Forwarded {
     pub(super) y: ErasedTree,
     /// The declared residuals; `None` if the stage keeps its inputs and side inputs instead.
     pub(super) residual: Option<ErasedTree>,
-    /// Index of the kernel set for these shapes.
+    /// Index of the kernel set that was compiled for the shapes of this microbatch.
     pub(super) kernels: usize,
 }
 
 /// The results of a pass that computes the input gradient.
 pub(super) struct BackwardOutput {
-    /// The gradient of the input; `None` if nothing that the stage reads is trained.
+    /// The gradient of the input; `None` if the stage reads no stage that is trained.
     pub(super) dx: Option<ErasedTree>,
     pub(super) weight_residual: ErasedTree,
     /// The gradients of the parameters, if the pass is fused.
     pub(super) gradient: Option<ErasedTree>,
 }
 
-/// The values that the passes of a microbatch at a stage share.
+/// The values that all passes of one microbatch through a stage share.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PassData {
     /// Index of the kernel set compiled for the microbatch's shapes. The forward pass returns it.
     pub(super) kernels: usize,
-    /// The random key, if the stage draws.
+    /// The random key, if the stage draws random numbers.
     pub(super) key: Option<MpmdArray>,
 }
 
-/// Gradients of a stage's parameters so far; `None` before the first microbatch.
+/// Sums of a stage's parameter gradients over the microbatches so far; `None` before the first.
 pub(super) type SoFar = Option<ErasedTree>;
 
 /// Shape and sharding of a parameter, or of its gradient.
@@ -66,14 +66,14 @@ pub(super) struct ParamPlace {
     pub(super) sharding: Sharding,
 }
 
-/// The values of a parameter that another stage stores.
+/// The array of a parameter that one stage uses and another stage stores.
 pub(super) struct TiedParam {
     /// Index of the parameter among the leaves of the using stage's parameters.
     pub(super) place: usize,
     pub(super) array: MpmdArray,
 }
 
-/// A stage on a mesh, with its type erased.
+/// A stage bound to a mesh and its parameters, with its Rust type erased.
 pub(super) struct BoundStage {
     pub(super) stage: Arc<dyn ErasedStage>,
     pub(super) mesh: Mesh,
@@ -91,17 +91,17 @@ pub(super) struct BoundStage {
     gathered: Option<Vec<MpmdArray>>,
     /// True if the backward passes compute the gradient of the input.
     pub(super) needs_dx: bool,
-    /// The object that every pass of the stage has.
+    /// The object that every pass of the stage can change, set by `Pipeline::state`.
     state: Option<MpmdArray>,
     pub(super) prepared: PreparedParams,
-    /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
-    /// comes. Shapes of residuals are known only then.
+    /// The kernel sets, one for each shape of microbatches. A set is built at the first microbatch
+    /// of its shape, because shapes of residuals are unknown before.
     pub(super) kernels: Vec<KernelSet>,
-    /// The dtype that the passes compute in, if it is not that of the parameters.
+    /// The dtype that the passes compute in; `None` if it is the dtype of the parameters.
     computes_in: Option<DType>,
 }
 
-/// Returns the error for a pass that the schedule has and the stage has no kernel for.
+/// Creates the error for an action of the schedule for which the stage has no kernel.
 fn no_kernel() -> Error {
     Error::kernel("there is no kernel for this backward pass")
 }
@@ -150,8 +150,8 @@ impl BoundStage {
         Ok(stage)
     }
 
-    /// Returns this stage, or `stage` in its place, on the same mesh with the same parameters. It
-    /// has no kernels yet. `stage` is not trained.
+    /// Returns a copy of this stage without kernels, on the same mesh with the same parameters. If
+    /// `stage` is given, it replaces the stage's code and all its parameters are frozen.
     pub(super) fn again(&self, stage: Option<Arc<dyn ErasedStage>>) -> Result<Self> {
         let paths = self.structure.paths();
         let is_same = stage.is_none();
@@ -188,7 +188,8 @@ impl BoundStage {
         Ok(again)
     }
 
-    /// Drops all that depends on the shapes and shardings of the parameters.
+    /// Drops gathered parameters, kernels and the working form: they depend on the parameters'
+    /// shapes and shardings.
     fn forget_shapes(&mut self) -> Result<()> {
         self.gathered = None;
         self.kernels.clear();
@@ -249,8 +250,7 @@ impl BoundStage {
         }
     }
 
-    /// Returns the stage's declaration for these shapes. An error of the stage gets the shapes in
-    /// its text.
+    /// Calls the stage's `infer` for these shapes. If it fails, the error message lists the shapes.
     pub(super) fn infer(
         &self,
         params: &ErasedTree<ShapedArray>,
@@ -301,7 +301,8 @@ impl BoundStage {
             .map_or_else(|| self.stored(), |storage| storage.compute().to_vec())
     }
 
-    /// Returns the shape and sharding of each parameter's gradient as the backward passes write it.
+    /// Returns the shape and sharding of each parameter's gradient, as the backward passes write
+    /// it.
     pub(super) fn gradients(&self) -> Vec<ParamPlace> {
         let shardings = match &self.storage {
             Some(storage) => storage.gradients().to_vec(),
@@ -373,7 +374,8 @@ fn param_not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
     not_here(&value, param, mesh)
 }
 
-/// Returns the error for an array, called `value`, that is not on all devices of the mesh.
+/// Returns the error for an array that is not on all devices of the mesh. `value` is its name in
+/// the message.
 fn not_here(value: &str, array: &MpmdArray, mesh: &Mesh) -> Error {
     let found = array
         .sharding()
@@ -396,8 +398,8 @@ fn is_on(sharding: &Sharding, mesh: &Mesh) -> bool {
         .all(|device| sharding.devices().contains(device))
 }
 
-/// Replaces the tuple index at the beginning of an error's path by the name of the element. Other
-/// errors stay unchanged.
+/// Replaces the tuple index at the start of an error's path by the element's name in `inputs` or
+/// `outputs`. Errors without a path stay unchanged.
 fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
     let Error::Issue(issue) = &mut error else {
         return error;
@@ -440,20 +442,21 @@ impl BoundStage {
         self.structure.paths()
     }
 
-    /// Returns the indices of the parameters that the stage stores itself.
+    /// Returns the leaf indices of the parameters that this stage stores. Tied parameters stored by
+    /// other stages are left out.
     pub(super) fn own(&self) -> Vec<usize> {
         (0..self.params.len())
             .filter(|place| self.params[*place].is_some())
             .collect()
     }
 
-    /// Returns the parameter at leaf index `place` as it is stored, or `None` if another stage
+    /// Returns the stored array of the parameter at leaf index `place`, or `None` if another stage
     /// stores it.
     pub(super) fn param(&self, place: usize) -> Option<&MpmdArray> {
         self.params.get(place)?.as_ref()
     }
 
-    /// Returns all parameters that the stage stores itself, in leaf order.
+    /// Returns the arrays of the parameters that this stage stores, in leaf order.
     pub(super) fn params(&self) -> Vec<MpmdArray> {
         self.params.iter().flatten().cloned().collect()
     }
@@ -510,8 +513,8 @@ impl BoundStage {
         &self.places[place]
     }
 
-    /// Drops the parameter at leaf index `place`: another stage stores it from now on. If it is
-    /// `frozen` there, it is frozen here.
+    /// Drops this stage's copy of the parameter at leaf index `place`, because another stage stores
+    /// it from now on. With `frozen`, the parameter is no longer trained.
     pub(super) fn give_up(&mut self, place: usize, frozen: bool) -> Result<()> {
         self.params[place] = None;
         if frozen && !self.frozen[place] {
@@ -526,7 +529,8 @@ impl BoundStage {
         &self.frozen
     }
 
-    /// Sets if the backward passes compute the gradient of the input.
+    /// Sets whether the backward passes compute the gradient of the stage's input. Drops the
+    /// kernels if this changes.
     pub(super) fn set_needs_dx(&mut self, yes: bool) {
         if self.needs_dx != yes {
             self.needs_dx = yes;
@@ -539,17 +543,18 @@ impl BoundStage {
         self.stage.draws_random()
     }
 
-    /// Returns the state of the working form of the parameters.
+    /// Returns whether the working form of the parameters is missing, outdated or up to date.
     pub(super) fn freshness(&self) -> Freshness {
         self.prepared.freshness()
     }
 
-    /// Notes whether the values of the parameters have changed since the last call of `prepare`.
+    /// Sets whether the values of the parameters have changed since the last call of `prepare`.
     pub(super) fn set_stale(&mut self, stale: bool) {
         self.prepared.set_stale(stale);
     }
 
-    /// Makes or updates the working form of the parameters. They must be gathered before.
+    /// Creates or updates the working form of the parameters. The parameters must have been
+    /// gathered before.
     pub(super) fn prepare(&mut self, program: &mut Program) -> Result<()> {
         let leaves = self.for_kernels().cloned().collect();
         let params = ErasedTree {
@@ -562,7 +567,8 @@ impl BoundStage {
         updated.map_err(|error| in_words(error, &["parameter", "prepared"], &["prepared"]))
     }
 
-    /// Calls the stage's `probe` for inputs of these shapes. `index` is the index of the stage.
+    /// Calls the stage's `probe` for inputs of these shapes. `index` is the stage's index in the
+    /// pipeline.
     pub(super) fn probe(
         &self,
         program: &mut Program,
@@ -597,8 +603,8 @@ impl BoundStage {
             .check(side.unwrap_or(&Structure::sequence([])))
     }
 
-    /// Sets the object that every pass of the stage has. It must be on the stage's mesh. A pass
-    /// that failed has lost the working form, too.
+    /// Sets the object that every pass of the stage can change; it must be on the stage's mesh.
+    /// Drops the working form, because a failed pass may have lost it.
     pub(super) fn set_state(&mut self, state: &MpmdArray) -> Result<()> {
         if !state
             .sharding()
@@ -615,7 +621,7 @@ impl BoundStage {
         self.stage.passes()
     }
 
-    /// Returns true if the passes compute in host memory on any device.
+    /// Returns true if the passes compute in host memory whatever the kind of their devices.
     pub(super) fn computes_on_host(&self) -> bool {
         self.stage.computes_on_host()
     }
@@ -649,7 +655,7 @@ impl BoundStage {
     }
 
     /// Transfers the parameters to the shardings that kernels compute with. The copies stay until
-    /// `release`. `tied` are the parameters that other stages store.
+    /// `release`. `tied` has the parameters that other stages store.
     pub(super) fn gather(&mut self, program: &mut Program, tied: Vec<TiedParam>) -> Result<()> {
         let mut params = self.params.clone();
         for TiedParam { place, array } in tied {
@@ -666,7 +672,8 @@ impl BoundStage {
         self.gathered = None;
     }
 
-    /// Runs the forward pass. `key` is the random key of the microbatch, if the stage draws.
+    /// Issues the forward pass of a microbatch. `key` is its random key, if the stage draws random
+    /// numbers.
     pub(super) fn forward(
         &mut self,
         program: &mut Program,
@@ -710,8 +717,8 @@ impl BoundStage {
         })
     }
 
-    /// Runs the input gradient. With `fused`, the same kernel computes the gradients of the
-    /// parameters, and adds them to those so far.
+    /// Issues the pass that computes the input gradient. With `fused`, the same kernel adds the
+    /// gradients of the parameters to `so_far`.
     pub(super) fn backward(
         &mut self,
         program: &mut Program,
@@ -749,7 +756,8 @@ impl BoundStage {
         })
     }
 
-    /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch.
+    /// Issues the pass that computes the weight gradient of one microbatch. Returns `so_far` plus
+    /// that gradient.
     pub(super) fn backward_weight(
         &mut self,
         program: &mut Program,

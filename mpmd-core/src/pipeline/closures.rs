@@ -12,10 +12,10 @@ use crate::kernel::{ClosureIdentity, InferShapes, RunKernel, View, ViewMut, View
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::{Empty, Tree};
 
-/// The input and the parameters of a stage made from closures.
+/// The tree (input, parameters) of a stage made from closures.
 type Pair = (MpmdArray, MpmdArray);
 
-/// The input, the parameters and the output gradient of a stage made from closures.
+/// The tree (input, parameters, output gradient) of a stage made from closures.
 type Triple = (MpmdArray, MpmdArray, MpmdArray);
 
 /// Creates a stage from closures, with one array of parameters, one input and one output.
@@ -72,7 +72,7 @@ where
     }
 }
 
-/// A stage made by [`stage`], of four closures. `A` has the types of their arguments.
+/// A stage made of four closures by [`stage`]. `A` has the types of their arguments.
 pub struct ClosureStage<S, F, G, H, A> {
     shapes: S,
     forward: F,
@@ -83,7 +83,8 @@ pub struct ClosureStage<S, F, G, H, A> {
 }
 
 impl<S, F, G, H, A> ClosureStage<S, F, G, H, A> {
-    /// Declares a value that the closures capture, for the processes to compare. May be repeated.
+    /// Declares a value that the closures capture, so that the processes can compare it. May be
+    /// called several times.
     #[must_use]
     pub fn with(mut self, value: impl fmt::Debug) -> Self {
         self.identity.declare(&value);
@@ -208,7 +209,7 @@ where
     }
 }
 
-/// A stage made by [`loss_stage`], of two closures. `A` has the types of their arguments.
+/// A stage made of two closures by [`loss_stage`]. `A` has the types of their arguments.
 pub struct LossStage<F, G, A> {
     forward: F,
     gradient: G,
@@ -217,7 +218,8 @@ pub struct LossStage<F, G, A> {
 }
 
 impl<F, G, A> LossStage<F, G, A> {
-    /// Declares a value that the closures capture, for the processes to compare. May be repeated.
+    /// Declares a value that the closures capture, so that the processes can compare it. May be
+    /// called several times.
     #[must_use]
     pub fn with(mut self, value: impl fmt::Debug) -> Self {
         self.identity.declare(&value);
@@ -225,7 +227,8 @@ impl<F, G, A> LossStage<F, G, A> {
     }
 }
 
-/// The inputs of the closures of [`loss_stage`]: one array, or an array and the side input.
+/// The inputs that the closures of a [`loss_stage`] take: one array, or an array and the side
+/// input.
 pub trait LossInputs: Tree<Leaf = MpmdArray> + sealed::Sealed {
     /// Returns the type of the side inputs.
     #[doc(hidden)]
@@ -235,7 +238,7 @@ pub trait LossInputs: Tree<Leaf = MpmdArray> + sealed::Sealed {
     ///
     /// # Errors
     ///
-    /// If the side inputs are not of the type.
+    /// If `side` is not of the type that [`LossInputs::side`] returns.
     #[doc(hidden)]
     fn shapes(x: &ShapedArray, side: &SideShapes) -> Result<Vec<ShapedArray>>;
 
@@ -243,12 +246,12 @@ pub trait LossInputs: Tree<Leaf = MpmdArray> + sealed::Sealed {
     ///
     /// # Errors
     ///
-    /// If the side inputs are not of the type.
+    /// If the side inputs in `cx` are not of the type that [`LossInputs::side`] returns.
     #[doc(hidden)]
     fn views<'v>(x: View<'v>, cx: &StageContext<'v, '_>) -> Result<Views<'v, Self>>;
 }
 
-/// Keeps others from implementing `LossInputs`.
+/// Prevents implementations of `LossInputs` in other crates.
 mod sealed {
     use super::{MpmdArray, Pair};
 

@@ -10,23 +10,24 @@ use crate::kernel::{Context, View, ViewMut};
 use mpmd_layout::random::Key;
 use mpmd_layout::tree::Tree;
 
-/// The surroundings of a running pass of a stage. Derefs to the [`Context`] of a kernel, and reads
-/// the optional values of the pass: side inputs, residuals, state, key and prepared parameters.
+/// The context of a running pass of a stage. Derefs to the [`Context`] of a kernel, and gives
+/// access to the optional values of the pass: side inputs, residuals, state, key and prepared
+/// parameters.
 ///
-/// Each value is read as a tree of views, and has the structure that the stage declared or the
-/// microbatch brought: `let (x, mask): (View, View) = cx.side()?`.
+/// Each value is read as a tree of views. The tree has the structure that the stage declared or the
+/// microbatch has: `let (x, mask): (View, View) = cx.side()?`.
 pub struct StageContext<'v, 'c> {
     context: &'v mut Context<'c>,
     stage: &'v str,
     mode: Mode,
     given: PassValues<'v>,
     extras: Extras<View<'v>>,
-    /// Access to the prepared parameters, from the first use to the end of the pass.
+    /// Access to the prepared parameters. `None` until the pass first uses them.
     prepared: Option<ObjectRef<'v, WorkingForm>>,
 }
 
-/// The working form of a stage's parameters on one device. `None` until `Stage::prepare` has made
-/// it.
+/// The form of a stage's parameters that `Stage::prepare` makes for its passes, on one device.
+/// Contains `None` until it is made.
 pub(super) struct WorkingForm(pub(super) Option<Box<dyn Any + Send>>);
 
 /// The mode of a pass. Each mode has its own compiled forward kernel.
@@ -34,26 +35,27 @@ pub(super) struct WorkingForm(pub(super) Option<Box<dyn Any + Send>>);
 pub(super) enum Mode {
     /// A forward pass outside of training.
     Evaluation,
-    /// A forward pass in training that has no backward pass.
+    /// A forward pass of a training step after which no backward pass follows.
     ForwardOnly,
-    /// A forward pass in training that is computed again for its backward pass.
+    /// A forward pass of a training step that runs again before its backward pass.
     Recomputed,
-    /// Any other pass in training.
+    /// Any other pass of a training step.
     Training,
 }
 
-/// Inputs of every kernel of a stage beside the data: `None` for those that the pass does not have.
+/// The optional inputs of every kernel of a stage: state, working form and random key. Each is
+/// `None` if the pass lacks it.
 #[derive(Clone, Debug, Tree)]
 pub(super) struct Extras<L> {
-    /// The object that [`Pipeline::state`](super::Pipeline::state) has set.
+    /// The object set by [`Pipeline::state`](super::Pipeline::state).
     pub(super) state: Option<L>,
-    /// The object that [`Stage::prepare`](super::Stage::prepare) has made.
+    /// The object made by [`Stage::prepare`](super::Stage::prepare).
     pub(super) prepared: Option<L>,
-    /// The random key of the stage and the microbatch, a `u64`.
+    /// The random key of this stage and microbatch, as a `u64`.
     pub(super) key: Option<L>,
 }
 
-/// The optional values of a pass; `None` for those that the pass does not have.
+/// The optional values of a pass; each is `None` if the pass does not have it.
 #[derive(Default)]
 pub(super) struct PassValues<'v> {
     pub(super) input: Option<ErasedTree<View<'v>>>,
@@ -92,16 +94,16 @@ impl<'v, 'c> StageContext<'v, 'c> {
     /// Returns true if a backward pass will read the residuals of this forward pass.
     ///
     /// False in evaluation, in the first forward pass of a stage that
-    /// [recomputes](super::Pipeline::recompute), and where nothing is trained at or before the
-    /// stage. Objects among the residuals then count as 0 bytes, but must be made; arrays are as
-    /// usual. True in backward passes.
+    /// [recomputes](super::Pipeline::recompute), and if neither this stage nor an earlier one is
+    /// trained. Even then the forward pass must write its residuals; objects among them count as 0
+    /// bytes. True in backward passes.
     pub fn keeps_residuals(&self) -> bool {
         self.mode == Mode::Training
     }
 
     /// Returns the random key of this stage and microbatch, in a training step of a stage that
-    /// [draws](super::Stage::draws_random). All passes of a microbatch have the same key, on each
-    /// device of the stage.
+    /// [draws random numbers](super::Stage::draws_random). All passes of the microbatch have the
+    /// same key, on every device of the stage.
     ///
     /// # Errors
     ///
@@ -120,11 +122,11 @@ impl<'v, 'c> StageContext<'v, 'c> {
     }
 
     /// Returns the working form of the parameters that [`Stage::prepare`](super::Stage::prepare)
-    /// has made on this device. Every pass has it.
+    /// has made on this device. Available in every pass.
     ///
     /// # Errors
     ///
-    /// If the stage prepares nothing, or a value of another type.
+    /// If the stage prepares nothing, or the working form is not of type `T`.
     pub fn prepared<T: 'static>(&mut self) -> Result<&mut T> {
         if self.prepared.is_none() {
             let none = || {
@@ -151,8 +153,8 @@ impl<'v, 'c> StageContext<'v, 'c> {
         })
     }
 
-    /// Returns the side inputs of the microbatch: in the forward pass, and in the backward pass of
-    /// a stage that declares no residuals.
+    /// Returns the side inputs of the microbatch. Available in the forward pass, and in the
+    /// backward pass of a stage that declares no residuals.
     ///
     /// # Errors
     ///
@@ -161,7 +163,8 @@ impl<'v, 'c> StageContext<'v, 'c> {
         self.read(&self.given.side, "side input", KEPT)
     }
 
-    /// Returns the stage's input again, in the backward pass of a stage that declares no residuals.
+    /// Returns the input of the forward pass. Available in the backward pass of a stage that
+    /// declares no residuals.
     ///
     /// # Errors
     ///
@@ -171,12 +174,12 @@ impl<'v, 'c> StageContext<'v, 'c> {
         self.read(&self.given.input, "input", KEPT)
     }
 
-    /// Returns the residuals, to be written by the forward pass. They start with arbitrary values.
+    /// Returns the residuals, for the forward pass to write. Their initial values are undefined.
     ///
     /// # Errors
     ///
-    /// If this is another pass, the stage declares no residuals, or they were returned before. If
-    /// they are no tree of type `T`.
+    /// If this is not a forward pass, if the stage declares no residuals, or if this pass has
+    /// called `residual_mut` before. If the residuals are no tree of type `T`.
     pub fn residual_mut<T: Tree<Leaf = ViewMut<'v>>>(&mut self) -> Result<T> {
         let residual = self.given.residual_mut.take();
         self.write(
@@ -186,7 +189,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
         )
     }
 
-    /// Returns the residuals of the forward pass, in the backward pass.
+    /// Returns the residuals that the forward pass has written. Available in the backward pass.
     ///
     /// The view of a residual that the signature [keeps](super::StageSignature::keep) is empty in
     /// [`Stage::backward_input`](super::Stage::backward_input): its values are in the weight
@@ -201,13 +204,14 @@ impl<'v, 'c> StageContext<'v, 'c> {
         self.read(&self.given.residual, "residual", help)
     }
 
-    /// Returns the weight residuals, to be written by
-    /// [`Stage::backward_input`](super::Stage::backward_input). Those that the signature
-    /// [keeps](super::StageSignature::keep) are written already.
+    /// Returns the weight residuals, for [`Stage::backward_input`](super::Stage::backward_input) to
+    /// write. Those that the signature [keeps](super::StageSignature::keep) already have their
+    /// values.
     ///
     /// # Errors
     ///
-    /// If this is another pass, or they were returned before. If they are no tree of type `T`.
+    /// If this is another pass, or it has called `weight_residual_mut` before. If the weight
+    /// residuals are no tree of type `T`.
     pub fn weight_residual_mut<T: Tree<Leaf = ViewMut<'v>>>(&mut self) -> Result<T> {
         let residual = self.given.weight_residual_mut.take();
         self.write(
@@ -221,24 +225,26 @@ impl<'v, 'c> StageContext<'v, 'c> {
     ///
     /// # Errors
     ///
-    /// If this is another pass. If they are no tree of type `T`.
+    /// If this is another pass. If the weight residuals are no tree of type `T`.
     pub fn weight_residual<T: Tree<Leaf = View<'v>>>(&self) -> Result<T> {
         let help = "The pass `backward_weight` has them.";
         self.read(&self.given.weight_residual, "weight residual", help)
     }
 
     /// Gives exclusive access to the stage's [state](super::Pipeline::state) on this device, until
-    /// the result is dropped. Every pass has it.
+    /// the result is dropped. Available in every pass.
     ///
     /// # Errors
     ///
-    /// If the stage has no state, or one of another type. If the pass has access to it already.
+    /// If the stage has no state, or its state is not of type `T`. If the pass already holds an
+    /// access to the state.
     pub fn state<T: 'static>(&self) -> Result<ObjectRef<'v, T>> {
         let none = || self.missing("state", "Give it with `Pipeline::state`.");
         Ok(self.state_view().ok_or_else(none)?.object()?)
     }
 
-    /// Returns the view of the stage's state, for [`View::object`]. `None` if it has none.
+    /// Returns the view of the stage's state, for [`View::object`]; `None` if the stage has no
+    /// state.
     pub fn state_view(&self) -> Option<View<'v>> {
         self.extras.state
     }

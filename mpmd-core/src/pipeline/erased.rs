@@ -15,12 +15,12 @@ use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::Tree;
 
-/// The number of leaves of a tree of shapes that an error lists. The error only counts further
-/// ones.
+/// Maximum number of leaves of a shape tree that an error message lists. Further leaves are only
+/// counted.
 const LISTED: usize = 4;
 
-/// [`Stage`] with [`ErasedTree`]s in place of typed trees. Each method is that of [`Stage`] with
-/// its name.
+/// The trait [`Stage`] with [`ErasedTree`]s instead of typed trees. Each method does the same as
+/// the [`Stage`] method of its name.
 pub(super) trait ErasedStage: Send + Sync {
     fn infer(
         &self,
@@ -77,7 +77,7 @@ pub(super) trait ErasedStage: Send + Sync {
     fn cuda(&self) -> Vec<&'static Source>;
 }
 
-/// [`StageProbe`] with [`ErasedTree`]s in place of typed trees.
+/// The type [`StageProbe`] with [`ErasedTree`]s instead of typed trees.
 pub(super) struct ErasedProbe<'a> {
     pub(super) mesh: &'a Mesh,
     pub(super) params: ErasedTree<ShapedArray>,
@@ -236,7 +236,7 @@ impl<S: Stage> ErasedStage for S {
     }
 }
 
-/// Lists the first leaves of a tree of shapes in words, with their paths.
+/// Formats the first leaves of a shape tree, with their paths, for messages.
 fn listed(tree: &impl Tree<Leaf = ShapedArray>) -> String {
     let leaves = tree.leaves_with_paths();
     let shown = leaves

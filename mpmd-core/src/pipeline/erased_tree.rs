@@ -30,7 +30,7 @@ impl<L: Leaf> ErasedTree<L> {
         }
     }
 
-    /// Returns the tree of two others, with the branches 0 and 1.
+    /// Creates a tree whose branches 0 and 1 are `first` and `second`.
     pub(super) fn pair(first: Self, second: Self) -> Self {
         let structure = Structure::sequence([first.structure, second.structure]);
         Self {
@@ -39,7 +39,7 @@ impl<L: Leaf> ErasedTree<L> {
         }
     }
 
-    /// Returns the tree of an option that is `None`.
+    /// Creates the tree of an `Option` that is `None`.
     pub(super) fn absent() -> Self {
         Self {
             structure: Structure::Absent,
@@ -47,12 +47,12 @@ impl<L: Leaf> ErasedTree<L> {
         }
     }
 
-    /// Returns the tree as the content of an option.
+    /// Returns `None` if this is the tree of an `Option` that is `None`, else the tree itself.
     pub(super) fn present(self) -> Option<Self> {
         (self.structure != Structure::Absent).then_some(self)
     }
 
-    /// Splits the tree into its branches. `None` if it has another number of them.
+    /// Splits the tree into its `N` branches. Returns `None` if the number of branches is not `N`.
     pub(super) fn into_branches<const N: usize>(self) -> Option<[Self; N]> {
         let Structure::Node(branches) = self.structure else {
             return None;
@@ -68,7 +68,8 @@ impl<L: Leaf> ErasedTree<L> {
         }))
     }
 
-    /// Returns the leaves as a tree of type `T`. An error calls the tree by the name `value`.
+    /// Builds a tree of type `T` from the leaves. `value` is the name of the tree in error
+    /// messages.
     pub(super) fn into_tree<T: Tree<Leaf = L>>(self, value: &str) -> Result<T> {
         let wrong = |why| {
             Error::kernel(format!(
@@ -80,8 +81,8 @@ impl<L: Leaf> ErasedTree<L> {
 }
 
 impl ErasedTree {
-    /// Calls a kernel on a tuple of trees: the structure of each, and the leaves of all in order.
-    /// Returns the outputs.
+    /// Calls a kernel whose input is a tuple of trees, and returns its outputs. `branches` has the
+    /// trees' structures, `leaves` the leaves of all trees in order.
     #[track_caller]
     pub(super) fn called<K: Kernel, const N: usize>(
         jit: &Jit<K>,
@@ -94,7 +95,8 @@ impl ErasedTree {
         Ok(Self { structure, leaves })
     }
 
-    /// Transfers all arrays to the sharding `to`. Arrays that have it already cost nothing.
+    /// Transfers all arrays to the sharding `to`. Arrays that already have this sharding cost
+    /// nothing.
     pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
         let leaves = put_each(program, self.leaves, |_| to)?;
         Ok(Self {
@@ -190,7 +192,7 @@ fn visit<'a, L>(
 }
 
 /// Transfers each array to the sharding that `to` returns for its index. Arrays that already have
-/// it cost nothing. Only issues the transfers.
+/// it cost nothing. Does not wait for the transfers.
 #[track_caller]
 pub(super) fn put_each<'a>(
     program: &mut Program,

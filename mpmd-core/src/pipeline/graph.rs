@@ -19,38 +19,37 @@ use mpmd_schedule::Schedule;
 /// The stages of a pipeline, their links, and the options of its runs.
 pub(super) struct StageGraph {
     pub(super) stages: Vec<BoundStage>,
-    /// The parts of the input of each stage, indexed by stage.
+    /// For each stage, the earlier outputs that form its input.
     pub(super) feeds: Vec<StageFeed>,
-    /// The parts of later stages' inputs that each stage's outputs go to, indexed by the stage;
-    /// ascending.
+    /// For each stage, the parts of later stages' inputs that read its outputs, in ascending order.
     pub(super) readers: Vec<Vec<InputPart>>,
     pub(super) ties: Vec<Tie>,
-    /// For each stage, true if it computes its forward pass again for the backward one.
+    /// For each stage, true if it runs its forward pass again before the backward pass.
     pub(super) recomputes: Vec<bool>,
     /// True if weight gradients are computed in ascending order of microbatches, even if the
     /// schedule has another order.
     pub(super) ascending: bool,
     /// For each stage, true if it runs backward passes: it has trained parameters, or reads a stage
-    /// that runs them.
+    /// that runs backward passes.
     pub(super) trains: Vec<bool>,
-    /// The first stage that is never trained; `None` if all may be. With one, the pipeline runs
-    /// forward passes alone.
+    /// The first stage that must not be trained; `None` if every stage may be. If it is set, the
+    /// pipeline runs forward passes only.
     pub(super) untrained_from: Option<usize>,
-    /// The identity of this pipeline, which its `StageOutput`s share.
+    /// The identity of this pipeline, which also marks its [`StageOutput`](super::StageOutput)s.
     pub(super) identity: Arc<()>,
     /// For each stage, the kernel that adds up gradients of its outputs; built at first use.
     adders: Vec<Option<Jit<AddArrays>>>,
 }
 
-/// A part of a stage's input. The order is that of the stages.
+/// A part of a stage's input. Parts are ordered by stage, then by part.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct InputPart {
     pub(super) stage: usize,
-    /// Index of the part among those of the input.
+    /// Index of the part among the parts of the stage's input.
     pub(super) part: usize,
 }
 
-/// A parameter of a stage. The order is that of the stages.
+/// A parameter of a stage. Parameters are ordered by stage, then by leaf index.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct StageParam {
     pub(super) stage: usize,
@@ -58,17 +57,17 @@ pub(super) struct StageParam {
     pub(super) place: usize,
 }
 
-/// A parameter that one stage stores and another uses.
+/// A pair of tied parameters: one stage stores the parameter and another uses it.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct Tie {
-    /// The parameter of the stage that stores it.
+    /// The parameter in the stage that stores the values.
     pub(super) owner: StageParam,
-    /// The parameter of the stage that uses the owner's values in its place.
+    /// The parameter that is replaced by `owner`'s values.
     pub(super) user: StageParam,
 }
 
 /// Sets the label of the operations that the program issues from now on. `microbatch` is `None` for
-/// operations of no single microbatch.
+/// operations that belong to no single microbatch.
 pub(super) fn label(program: &mut Program, stage: usize, microbatch: Option<usize>, role: Role) {
     let microbatch = microbatch.map(|microbatch| microbatch as u32);
     program.set_label(Some(Label {
@@ -83,23 +82,23 @@ pub(super) fn named(stage: usize, name: &str) -> String {
     format!("stage {stage} `{name}`")
 }
 
-/// The reason why the side inputs of a microbatch do not fit the stages. Stages are shown with
-/// their numbers and names.
+/// The reason why the side inputs of a microbatch do not fit the stages. Messages show the stages'
+/// numbers and names.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum SideError {
-    /// A side input is for a stage that the pipeline does not have.
+    /// The microbatch has a side input for a stage that does not exist.
     #[error(
         "a side input is for stage {stage}, and there is no stage {stage}; the pipeline has \
          stages 0 to {last}"
     )]
     NoStage { stage: usize, last: usize },
-    /// A stage has no side input, and takes one.
+    /// The microbatch has no side input for a stage that takes one.
     #[error("{named} needs a side input: call `.side({stage}, …)`")]
     Missing { named: String, stage: usize },
-    /// A stage has a side input, and takes none.
+    /// The microbatch has a side input for a stage that takes none.
     #[error("{named} takes no side input: leave out `.side({stage}, …)`")]
     Unexpected { named: String, stage: usize },
-    /// The side input of a stage is another tree than it takes.
+    /// The side input of a stage has another tree structure than the stage declares.
     #[error(
         "the side input of {named} is not the tree that it takes: {why}; see `.side({stage}, …)`"
     )]
@@ -128,8 +127,8 @@ impl StageGraph {
         graph
     }
 
-    /// Returns the stages with their links and parameters, and `last` in place of the last one. It
-    /// has another identity, and none of the options of runs.
+    /// Returns a new graph of the same stages with `last` instead of the last one. The graph has a
+    /// new identity and default run options.
     pub(super) fn with_last(&self, last: Arc<dyn ErasedStage>) -> Result<Self> {
         let count = self.stages.len();
         let mut last = Some(last);
@@ -175,7 +174,8 @@ impl StageGraph {
         self.find_trained();
     }
 
-    /// Finds the stages that run backward passes.
+    /// Updates `trains`, the stages that run backward passes, and tells each stage if it needs its
+    /// input gradient.
     fn find_trained(&mut self) {
         self.trains.clear();
         for (index, (stage, feed)) in self.stages.iter_mut().zip(&self.feeds).enumerate() {
@@ -187,7 +187,7 @@ impl StageGraph {
         }
     }
 
-    /// Returns an error if the pipeline runs forward passes alone.
+    /// Returns an error if the pipeline can only run forward passes.
     pub(super) fn check_trains(&self) -> Result<()> {
         match self.untrained_from {
             None => Ok(()),
@@ -210,7 +210,7 @@ impl StageGraph {
         )
     }
 
-    /// Returns a stage.
+    /// Returns the stage with index `stage`.
     ///
     /// # Panics
     ///
@@ -223,8 +223,8 @@ impl StageGraph {
         }
     }
 
-    /// Changes stage `stage` by calling `change`. An error names the stage; an unknown stage is an
-    /// error.
+    /// Calls `change` on stage `stage`. Errors get the stage's name. Fails if the stage does not
+    /// exist.
     pub(super) fn change(
         &mut self,
         stage: usize,
@@ -248,8 +248,8 @@ impl StageGraph {
         )
     }
 
-    /// Checks that each stage gets the side input that it takes. `sides` are (stage, structure) of
-    /// one microbatch.
+    /// Checks that each stage gets the side input that it takes. `sides` has (stage, structure) of
+    /// the side inputs of one microbatch.
     pub(super) fn check_sides<'a>(
         &self,
         sides: impl Iterator<Item = (usize, &'a Structure)> + Clone,
@@ -294,7 +294,7 @@ impl StageGraph {
         Ok(())
     }
 
-    /// Returns an error if the schedule has another number of stages than the pipeline.
+    /// Returns an error if the schedule's number of stages differs from the pipeline's.
     pub(super) fn check_stages(&self, schedule: &Schedule) -> Result<()> {
         let expected = schedule.stages();
         let stages = self.stages.len();
@@ -311,8 +311,8 @@ impl StageGraph {
         )))
     }
 
-    /// Makes the stage `user` use a parameter of the stage `owner` instead of its own. Both are
-    /// (stage, path of the parameter).
+    /// Makes the stage `user` use a parameter of the stage `owner` instead of its own. Both
+    /// arguments are (stage, path of the parameter).
     pub(super) fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let tie = Tie {
             owner: self.find_param(owner.0, owner.1)?,
@@ -329,7 +329,7 @@ impl StageGraph {
         Ok(())
     }
 
-    /// Finds a parameter of a stage by its path. An unknown one is an error.
+    /// Finds a parameter of a stage by its path. Fails if there is no such parameter.
     fn find_param(&self, stage: usize, path: &str) -> Result<StageParam> {
         let found = self
             .stages
@@ -415,8 +415,8 @@ impl StageGraph {
         Ok(())
     }
 
-    /// Gathers a stage's parameters for its kernels, unless they are gathered already. The copies
-    /// stay until they are released. Then brings the working form of the parameters up to date.
+    /// Gathers a stage's parameters for its kernels if necessary, and brings their working form up
+    /// to date. The gathered copies stay until `release`.
     pub(super) fn make_ready(&mut self, program: &mut Program, stage: usize) -> Result<()> {
         self.gather(program, stage)?;
         if self.stages[stage].freshness() == Freshness::Fresh {
@@ -449,8 +449,8 @@ impl StageGraph {
         self.stages.iter_mut().for_each(|stage| stage.release());
     }
 
-    /// Returns the sum of arrays, added in their order. The arrays have the sharding of the stage's
-    /// outputs; the first one is donated.
+    /// Adds up `arrays`, gradients of the stage's outputs, in order and returns the sum. The first
+    /// array is donated.
     pub(super) fn add_outputs(
         &mut self,
         program: &mut Program,

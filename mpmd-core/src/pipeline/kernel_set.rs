@@ -17,20 +17,20 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
 
-/// The kernels of a stage for microbatches of these shapes.
+/// The compiled kernels of a stage for one combination of input and side input shapes.
 pub(super) struct KernelSet {
-    /// The shapes of the stage's input and side input.
+    /// The shapes of the stage's input.
     pub(super) x: ErasedTree<ShapedArray>,
     pub(super) side: ErasedTree<ShapedArray>,
     pub(super) keeps_inputs: bool,
     /// The shardings of the outputs of the forward pass.
     outputs: PrefixTree<Sharding>,
-    /// A kernel of the forward pass for each mode, built at first use.
+    /// The forward kernels, at most one for each [`Mode`], each built at its first use.
     pub(super) forward: Vec<ForwardOfMode>,
-    /// The kernels of the separate gradients, if the stage splits them.
+    /// The kernels for input and weight gradient as separate passes, if the stage implements these.
     pub(super) split: Option<SplitKernels>,
-    /// The kernels of both gradients, if the stage fuses them: for the first microbatch, and for
-    /// later ones.
+    /// The kernels that compute both gradients in one pass, if [`BoundStage::fuses`]: one for the
+    /// first microbatch, one for later microbatches.
     pub(super) fused: Option<[Jit<PassKernel<BackwardKernel>>; 2]>,
 }
 
@@ -40,16 +40,17 @@ pub(super) struct ForwardOfMode {
     pub(super) jit: Jit<PassKernel<ForwardKernel>>,
 }
 
-/// The kernels of the separate gradients.
+/// The kernels that compute input gradient and weight gradient in separate passes.
 pub(super) struct SplitKernels {
     pub(super) input: Jit<PassKernel<BackwardKernel>>,
-    /// The kernels of the weight gradient: for the first microbatch, and for later ones.
+    /// The kernels of the weight gradient: one for the first microbatch, one for later
+    /// microbatches.
     pub(super) weight: [Jit<PassKernel<BackwardWeightKernel>>; 2],
 }
 
 impl BoundStage {
-    /// Returns the index of the forward pass in this mode within its kernel set, and builds it if
-    /// it is new. `kernels` is the index of the set.
+    /// Returns the index of the forward kernel for `mode` in the kernel set with index `kernels`.
+    /// Builds the kernel at its first use.
     pub(super) fn forward_kernel(
         &mut self,
         program: &Program,
@@ -74,7 +75,7 @@ impl BoundStage {
         Ok(set.forward.len() - 1)
     }
 
-    /// Binds the kernels for microbatches of these shapes.
+    /// Builds the kernels for microbatches of these shapes, bound to the stage's mesh.
     pub(super) fn bind(
         &self,
         program: &Program,
@@ -139,12 +140,12 @@ impl BoundStage {
 
 /// Builds the kernels of the backward passes for microbatches of one shape.
 ///
-/// Each pass is the last reader of the residuals of the pass before, so it takes them as donations.
-/// Inputs that are kept may have other readers.
+/// Each pass is the last reader of the residuals of the pass before, so the kernel donates them.
+/// Inputs that the stage keeps are not donated: they may have other readers.
 struct BackwardBuilder<'a> {
     stage: &'a BoundStage,
     program: &'a Program,
-    /// The declared residuals; empty if the inputs are kept.
+    /// The declared residuals; empty if the stage keeps its inputs instead.
     residual: &'a ErasedTree<PlacedShape>,
     inferred: &'a Arc<InferredStage>,
     /// The shardings of the gradients of the parameters.
@@ -152,7 +153,7 @@ struct BackwardBuilder<'a> {
 }
 
 impl BackwardBuilder<'_> {
-    /// Builds the kernels of the separate gradients.
+    /// Builds the kernels that compute input gradient and weight gradient separately.
     fn split(&self) -> Result<SplitKernels> {
         let weight_residual = self.stage.shardings(&self.inferred.weight_residual);
         let outputs = PrefixTree::from((self.input(), weight_residual, nothing()));
@@ -165,7 +166,8 @@ impl BackwardBuilder<'_> {
         })
     }
 
-    /// Builds the kernels of both gradients.
+    /// Builds the kernels that compute both gradients: for the first microbatch, and for later
+    /// ones.
     fn fused(&self) -> Result<[Jit<PassKernel<BackwardKernel>>; 2]> {
         let fused = || {
             let outputs = PrefixTree::from((self.input(), nothing(), self.gradients.clone()));
@@ -177,7 +179,7 @@ impl BackwardBuilder<'_> {
         ])
     }
 
-    /// Returns the sharding of the gradients of the input.
+    /// Returns the sharding of the gradient of the stage's input.
     fn input(&self) -> PrefixTree<Sharding> {
         PrefixTree::from(&self.stage.input)
     }
@@ -211,12 +213,13 @@ impl BackwardBuilder<'_> {
     }
 }
 
-/// Returns the shardings of an output without leaves.
+/// Returns the shardings of an output tree that has no leaves.
 fn nothing() -> PrefixTree<Sharding> {
     PrefixTree::Node(Vec::new())
 }
 
-/// Donates residuals, which are the input `input` of the kernel, if there are any.
+/// Makes the kernel donate its residuals, if there are any. They are the input at index `input` of
+/// the kernel.
 fn donate<K: Kernel>(
     jit: JitBuilder<K>,
     input: usize,

@@ -19,20 +19,20 @@ use mpmd_device::cuda::{source::Source, work::Grid};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
 
-/// A pass of a stage, which [`PassKernel`] runs.
+/// A pass of a stage, run by the kernel [`PassKernel`].
 pub(super) trait StagePass: Send + Sync + 'static {
     type In: Tree<Leaf = MpmdArray>;
     type Out: Tree<Leaf = MpmdArray>;
 
     fn stage(&self) -> &dyn ErasedStage;
 
-    /// Infers the kernel's signature.
+    /// Infers the kernel's signature from the shapes `x` of its inputs.
     fn signature(&self, x: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>>;
 
-    /// The kind of the pass and its settings, for [`Kernel::statics`].
+    /// Returns the kind of the pass and its settings as words, for [`Kernel::statics`].
     fn words(&self) -> Vec<u64>;
 
-    /// Computes the pass, on the host or on the kernel's device.
+    /// Runs the pass, on the host or on the kernel's device.
     fn pass(
         &self,
         cx: &mut Context<'_>,
@@ -41,7 +41,7 @@ pub(super) trait StagePass: Send + Sync + 'static {
     ) -> Result<()>;
 }
 
-/// The kernel of a pass.
+/// The kernel that runs a [`StagePass`].
 pub(super) struct PassKernel<P>(pub(super) P);
 
 impl<P: StagePass> Kernel for PassKernel<P> {
@@ -87,9 +87,9 @@ pub(super) struct ForwardKernel {
 /// The kernel of the input gradient: (parameters, residuals, output gradients, gradients so far,
 /// extras) -> (input gradients, weight residuals, gradients).
 ///
-/// A stage that reads nothing trained has no input gradients. If the kernel is fused, it computes
-/// both gradients, and has no weight residuals. Only then are there gradients, and after the first
-/// microbatch also gradients so far.
+/// The input gradients are absent unless `needs_dx`. A `fused` kernel also computes the parameters'
+/// gradients, and has no weight residuals. Any other kernel has no parameter gradients. After the
+/// first microbatch, a fused kernel adds to the gradients so far.
 pub(super) struct BackwardKernel {
     pub(super) stage: Arc<dyn ErasedStage>,
     pub(super) inferred: Arc<InferredStage>,
@@ -107,19 +107,19 @@ pub(super) struct BackwardWeightKernel {
 /// The kernel that adds the second of two arrays to the first, in place.
 pub(super) struct AddArrays;
 
-/// The stage's declaration for given shapes.
+/// The declaration of a stage for given shapes, as its `infer` returned it.
 pub(super) struct InferredStage {
-    /// The shapes of the gradients: those of the parameters, and `[0]` for frozen ones.
+    /// The shapes of the parameters' gradients: the parameter's shape, or `[0]` if it is frozen.
     pub(super) gradients: ErasedTree<ShapedArray>,
     pub(super) x: ErasedTree<ShapedArray>,
-    /// True if the residuals are the inputs and the side inputs.
+    /// True if the stage keeps its inputs and side inputs as residuals.
     pub(super) keeps_inputs: bool,
     pub(super) weight_residual: ErasedTree<PlacedShape>,
     pub(super) keeps: Vec<KeptResidual>,
     pub(super) backward_input: Vec<Collective>,
 }
 
-/// Returns the shapes of residuals.
+/// Returns the shapes of residuals, without their shardings.
 fn avals(placed: &ErasedTree<PlacedShape>) -> ErasedTree<ShapedArray> {
     placed.map_ref(&mut |leaf| leaf.aval.clone())
 }
@@ -129,7 +129,8 @@ fn declare<O>(mut signature: Signature<O>, collectives: &[Collective]) -> Signat
     signature
 }
 
-/// Declares the bytes of the objects among residuals, which are the output `output` of the kernel.
+/// Declares the bytes of the objects among the residuals `placed`. The residuals are the output at
+/// index `output` of the kernel.
 fn declare_objects<O>(
     signature: Signature<O>,
     output: usize,
@@ -144,7 +145,8 @@ fn declare_objects<O>(
     })
 }
 
-/// Prepares the gradient of parameters, to be added to. Sets it to zero if there is none so far.
+/// Sets the gradient of the parameters to zero if `starts`, that is, for the first microbatch. The
+/// pass then adds to it.
 fn prepare_gradient(
     cx: &Context<'_>,
     gradient: &mut ErasedTree<ViewMut<'_>>,
@@ -357,7 +359,7 @@ impl Kernel for AddArrays {
     }
 }
 
-/// Adds floats, `sum += more`, with the same bits on any device.
+/// Adds `more` to `sum`, element by element, with the same bits on any kind of device.
 pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> Result<()> {
     let dtype = more.global().dtype();
     if let Some(cuda) = cx.cuda() {
@@ -394,9 +396,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the bytes of the sums of all pairs of some 16-bit floats, and of many wider floats.
-    /// A device of this kind computes them. There is one item for each of the dtypes f16, bf16, f32
-    /// and f64.
+    /// Adds all pairs of some 16-bit floats, and many wider floats, on a device of this kind.
+    /// Returns the bytes of the sums for f16, bf16, f32 and f64.
     fn sums(kind: DeviceKind) -> Vec<Vec<u8>> {
         let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
         let mesh = p.mesh(&[("x", 1)]).unwrap();

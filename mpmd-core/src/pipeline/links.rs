@@ -8,13 +8,13 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::{Leaf, Structure, Tree};
 
-/// The outputs of a stage, as input of a later stage: see
+/// A handle to the outputs of a stage, to be used as input of a later stage: see
 /// [`Pipeline::then_from`](super::Pipeline::then_from). Created by
 /// [`Pipeline::output`](super::Pipeline::output).
 #[derive(Clone)]
 pub struct StageOutput<T> {
     part: OutputPart,
-    /// The identity of the pipeline.
+    /// The identity of the pipeline to which the stage belongs.
     of: Arc<()>,
     tree: PhantomData<fn() -> T>,
 }
@@ -28,12 +28,12 @@ impl<T: Tree<Leaf = MpmdArray>> StageOutput<T> {
         }
     }
 
-    /// Returns the index of the stage that computes the outputs, from 0.
+    /// Returns the index, from 0, of the stage that computes these outputs.
     pub fn stage(&self) -> usize {
         self.part.stage
     }
 
-    /// Selects the one array at a path of the outputs. An unknown path is an error at the first
+    /// Selects one array of the outputs by its path. An unknown path is an error at the first
     /// microbatch.
     #[must_use]
     pub fn leaf(&self, path: impl Into<String>) -> StageOutput<MpmdArray> {
@@ -49,8 +49,8 @@ impl<T: Tree<Leaf = MpmdArray>> StageOutput<T> {
     }
 }
 
-/// Outputs of earlier stages that together form the input of a later one: a [`StageOutput`], a
-/// tuple of them, or a vector of equal ones.
+/// Outputs of earlier stages that together form the input of a later stage: a [`StageOutput`], a
+/// tuple of such outputs, or a vector of outputs of one type.
 pub trait StageOutputs {
     /// The input type of the later stage.
     type In: Tree<Leaf = MpmdArray>;
@@ -59,7 +59,8 @@ pub trait StageOutputs {
     fn feed(&self) -> FeedOf;
 }
 
-/// The feed of [`StageOutputs`], with the identities of the pipelines that its parts belong to.
+/// The parts of a stage's input, each with the identity of its pipeline. Made from
+/// [`StageOutputs`].
 #[doc(hidden)]
 pub struct FeedOf {
     feed: StageFeed,
@@ -67,7 +68,7 @@ pub struct FeedOf {
 }
 
 impl FeedOf {
-    /// Returns the feed, or an error if a part belongs to another pipeline.
+    /// Returns the parts, or an error if one of them belongs to another pipeline.
     pub(super) fn checked(self, pipeline: &Arc<()>) -> Result<StageFeed> {
         if self.of.iter().all(|of| Arc::ptr_eq(of, pipeline)) {
             return Ok(self.feed);
@@ -132,12 +133,12 @@ tuples! {
 #[derive(Clone, Debug)]
 pub(super) struct StageFeed {
     pub(super) parts: Vec<OutputPart>,
-    /// True if the only part is the whole input, false if the parts are elements of a tuple or
-    /// vector.
+    /// True if the only part is the whole input. False if the input is a tuple or vector of the
+    /// parts.
     whole: bool,
 }
 
-/// Outputs of one stage: all of them, or one array if `path` is given.
+/// The outputs of one stage as part of a later stage's input: all of them, or the array at `path`.
 #[derive(Clone, Debug)]
 pub(super) struct OutputPart {
     pub(super) stage: usize,
@@ -145,7 +146,7 @@ pub(super) struct OutputPart {
 }
 
 impl StageFeed {
-    /// Returns the feed of the first stage, which reads no other stage.
+    /// Returns the feed of the first stage, which takes the pipeline's input.
     pub(super) fn of_pipeline() -> Self {
         Self {
             parts: Vec::new(),
@@ -164,8 +165,8 @@ impl StageFeed {
 }
 
 impl OutputPart {
-    /// Returns the indices of the leaves of this part among the leaves of the stage's outputs. An
-    /// unknown path is an error.
+    /// Returns the range of this part's leaves among the leaves of the stage's outputs. An unknown
+    /// path is an error.
     pub(super) fn places(&self, outputs: &Structure) -> Result<std::ops::Range<usize>> {
         let Some(path) = &self.path else {
             return Ok(0..outputs.leaves());
@@ -197,7 +198,7 @@ impl OutputPart {
         }
     }
 
-    /// Returns this part of a stage's outputs. An unknown path is an error.
+    /// Selects this part from a stage's outputs. An unknown path is an error.
     pub(super) fn of<L: Leaf + Clone>(&self, outputs: &ErasedTree<L>) -> Result<ErasedTree<L>> {
         let places = self.places(&outputs.structure)?;
         Ok(ErasedTree {
@@ -207,7 +208,7 @@ impl OutputPart {
     }
 }
 
-/// Returns an error if a leaf of the outputs is in none of `parts`: its gradient would be
+/// Returns an error if a leaf of the outputs belongs to none of `parts`: its gradient would be
 /// undefined.
 pub(super) fn check_all_read<'a>(
     stage: usize,

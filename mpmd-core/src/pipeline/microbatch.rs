@@ -17,12 +17,13 @@ pub struct Microbatch<In> {
     key: Option<Key>,
 }
 
-/// A microbatch with its type erased.
+/// A microbatch without its Rust type: input and side inputs are erased trees.
 pub(super) struct ErasedMicrobatch {
     pub(super) x: ErasedTree,
     pub(super) side: HashMap<usize, ErasedTree>,
     pub(super) key: Option<Key>,
-    /// The random key of each stage that draws, once `fold_keys` has computed them.
+    /// The random key of each stage that draws random numbers, by stage. Empty until `fold_keys`
+    /// has run.
     pub(super) keys: BTreeMap<usize, MpmdArray>,
 }
 
@@ -36,18 +37,18 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
         }
     }
 
-    /// Sets the side inputs of stage `stage`, which must be on that stage's mesh. Replaces earlier
-    /// ones.
+    /// Sets the side inputs of stage `stage`, which must be on the mesh of that stage. Replaces
+    /// side inputs set before.
     #[must_use]
     pub fn side<T: Tree<Leaf = MpmdArray>>(mut self, stage: usize, side: T) -> Self {
         self.side.insert(stage, ErasedTree::of(side));
         self
     }
 
-    /// Sets the random key of the microbatch. A training step needs it if a stage
-    /// [draws](super::Stage::draws_random) random numbers; evaluation does not use it.
+    /// Sets the random key of the microbatch. A training step needs the key if a stage [draws
+    /// random numbers](super::Stage::draws_random); evaluation does not use it.
     ///
-    /// Each stage has a key of its own, folded from this one and the index of the stage. Give each
+    /// The key of each stage is derived from this key and the index of the stage. Give each
     /// microbatch of each step another key: `key.fold_in(step).fold_in(microbatch)`.
     #[must_use]
     pub fn key(mut self, key: Key) -> Self {
@@ -74,7 +75,7 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     }
 }
 
-/// Checks that the microbatches bring each stage the side input that it takes.
+/// Checks that each microbatch has exactly the side inputs that the stages take.
 pub(super) fn check_sides(graph: &StageGraph, microbatches: &[ErasedMicrobatch]) -> Result<()> {
     for (number, parts) in microbatches.iter().enumerate() {
         let sides = parts
@@ -88,7 +89,7 @@ pub(super) fn check_sides(graph: &StageGraph, microbatches: &[ErasedMicrobatch])
     Ok(())
 }
 
-/// Folds the index of each stage that draws random numbers into the keys of the microbatches. A
+/// Derives the key of each stage that draws random numbers from the key of each microbatch. A
 /// missing key is an error.
 pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [ErasedMicrobatch]) -> Result<()> {
     let stages = graph.stages.iter().enumerate();

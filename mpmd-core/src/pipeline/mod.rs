@@ -53,12 +53,13 @@ use mpmd_layout::topology::{DeviceKind, Mesh};
 use mpmd_layout::tree::Tree;
 use mpmd_record::trace::Label;
 
-/// Stages in sequence. The first stage takes `In`, the last one returns `Out`.
+/// A sequence of stages. The first stage takes `In`, the last one returns `Out`.
 pub struct Pipeline<In, Out> {
     graph: StageGraph,
     replays: bool,
     captures: Captures,
-    /// The schedule that the processes compared last; `None` before the first comparison.
+    /// The schedule that the processes last compared with each other; `None` before the first
+    /// comparison.
     compared: Option<Schedule>,
     types: PhantomData<fn(In) -> Out>,
 }
@@ -116,19 +117,19 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.then_from(stage, mesh, params, &output)
     }
 
-    /// Returns a pipeline of the same stages with their parameters as they are now, and `last` in
-    /// place of the last stage: for instance a stage that returns scores where the trained one
-    /// returns the loss. `last` takes the parameters, inputs and side inputs of the last stage, and
-    /// runs on its mesh. It is frozen, so its outputs need no gradient. The pipeline runs forward
-    /// passes alone.
+    /// Returns a pipeline of the same stages and current parameters, with `last` instead of the
+    /// last stage. For instance, `last` returns scores where the trained stage returns the loss.
     ///
-    /// An update of the parameters donates those that the pipeline has: use it before, or make
-    /// another one behind.
+    /// `last` takes the parameters, inputs and side inputs of the last stage, and runs on its mesh.
+    /// All its parameters are frozen. The new pipeline runs forward passes only.
+    ///
+    /// Use the new pipeline before the next update of the parameters, or make another one after it.
+    /// An update donates the arrays that both pipelines share.
     ///
     /// # Errors
     ///
-    /// If a sharding that `last` wants for its parameters does not fit them. That it takes others
-    /// shows when it is probed.
+    /// If a sharding that `last` computes with does not fit its parameter. If `last` takes other
+    /// parameters or inputs, the error comes when the pipeline is probed or run.
     #[track_caller]
     pub fn with_last<S: Stage>(&self, last: S) -> Result<Pipeline<In, S::Out>> {
         let at = Location::caller();
@@ -143,8 +144,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         })
     }
 
-    /// Returns a handle to the outputs of the last stage so far. Pass it to [`Pipeline::then_from`]
-    /// to feed them to a later stage.
+    /// Returns a handle to the outputs of the last stage that was added. Pass it to
+    /// [`Pipeline::then_from`] to feed them to a later stage.
     pub fn output(&self) -> StageOutput<Out> {
         StageOutput::new(self.graph.stages.len() - 1, self.graph.identity.clone())
     }
@@ -210,7 +211,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         })
     }
 
-    /// Ties weights: the stage `user` uses a parameter of the stage `owner` in place of its own.
+    /// Ties weights: the stage `user` uses a parameter of the stage `owner` instead of its own.
     /// Both parameters are given as (stage, path).
     ///
     /// `owner` still stores the parameter. `user` no longer has its own, neither in
@@ -232,13 +233,14 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             .map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
-    /// Gives a stage an object as state: every pass of the stage has it by [`StageContext::state`].
+    /// Sets an object as the state of a stage. Each pass of the stage accesses it by
+    /// [`StageContext::state`].
     ///
     /// The object stays on its devices, and is not copied. A device runs the passes one at a time,
     /// in the order in which they are issued.
     ///
-    /// A pass that fails takes the state with it, so later passes of the stage fail, too. They go
-    /// on from a new state.
+    /// If a pass fails, the state is lost, so later passes of the stage fail, too. Set a new state
+    /// to continue.
     ///
     /// # Errors
     ///
@@ -255,11 +257,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 
     /// Turns recomputation of a stage on or off; off by default.
     ///
-    /// With recomputation the stage keeps its input instead of the residuals that it declares. It
-    /// runs the forward pass again right before the input gradient. Results are the same to the
-    /// bit. Each microbatch then holds only the input between its passes; residuals are held for
-    /// one microbatch at a time. A stage that declares no residuals keeps its input anyway, and
-    /// recomputes nothing.
+    /// With recomputation the stage keeps its input instead of its declared residuals. It runs the
+    /// forward pass again right before the input gradient. Results have the same bits. Memory then
+    /// holds the input of each microbatch between its passes, and residuals of only one microbatch
+    /// at a time. A stage without declared residuals keeps its input anyway, and recomputes
+    /// nothing.
     ///
     /// # Panics
     ///
@@ -271,10 +273,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.captures.clear();
     }
 
-    /// Makes all stages compute in `dtype`, where their parameters are f32: with `DType::Bf16` on
-    /// devices with tensor cores. The parameters stay f32, and so do their gradients; each stage
-    /// converts the parameters once after each update. Outputs of a stage have the dtype that its
-    /// model gives them, so those between stages become half as large.
+    /// Makes all stages compute in `dtype`, although their parameters are f32. `DType::Bf16` is
+    /// useful on devices with tensor cores. Parameters and gradients stay f32; each stage converts
+    /// its parameters once after each update. The model of a stage chooses the dtype of the
+    /// outputs, so transfers between stages may become half as large.
     ///
     /// # Errors
     ///
@@ -290,8 +292,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         Ok(())
     }
 
-    /// Returns the kind of the devices that compute stage `stage`. That is the host, a CPU, if the
-    /// stage [computes there](Stage::computes_on_host) although its devices are others.
+    /// Returns the kind of the processors that compute stage `stage`: [`DeviceKind::Cpu`] if the
+    /// stage [computes on the host](Stage::computes_on_host), else the kind of its mesh's devices.
     ///
     /// # Panics
     ///
@@ -305,7 +307,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             .unwrap_or(DeviceKind::Cpu)
     }
 
-    /// Returns a line for people that names the devices, or the host, on which the stages compute.
+    /// Returns one line of text that names the devices, or the host, on which the stages compute.
     pub fn describe_devices(&self, program: &Program) -> String {
         let stages = self.graph.stages.len();
         let is_on_cuda = |stage: &usize| {
@@ -329,32 +331,29 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         }
     }
 
-    /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule
+    /// With `yes`, adds weight gradients in ascending order of microbatches even if the schedule
     /// has another order; off by default.
     ///
-    /// A weight gradient that comes too early waits, with its weight residuals, for the one of the
-    /// microbatch before it. Gradients then equal, to the bit, those of schedules with ascending
-    /// order.
+    /// A weight gradient that comes too early waits, with its weight residuals, for the microbatch
+    /// before it. Gradients then have the same bits as under a schedule with ascending order.
     pub fn buffer_gradients(&mut self, yes: bool) {
         self.graph.ascending = yes;
         self.captures.clear();
     }
 
     /// Turns the replay of training steps and forward passes on or off; on by default. A replaying
-    /// process does not spend time on the operations of other processes. Discards earlier
-    /// captures.
+    /// process spends no time on operations of other processes. Discards earlier captures.
     ///
-    /// The first run with a schedule, and with given shapes and shardings of parameters and
-    /// microbatches, is [captured](Program::capture). Later ones are
-    /// [replayed](crate::Captured::replay). Up to 16 captures of training steps, and as many of
-    /// forward passes, are kept, so forms of microbatches may alternate. A further one replaces the
-    /// one that was not used for longest, first among those that were never replayed. Runs in which
-    /// a stage [prepares](Stage::prepare) its parameters are another form than those without. A run
-    /// in which a stage prepares for the first time is not captured.
+    /// The first run with a schedule and with given shapes and shardings is
+    /// [captured](Program::capture); the parameters and microbatches count. Later runs of the same
+    /// form are [replayed](crate::Captured::replay). A pipeline keeps up to 16 captures of training
+    /// steps and 16 of forward passes. A further capture replaces the least recently used one,
+    /// first among captures that were never replayed. Runs in which a stage
+    /// [prepares](Stage::prepare) its parameters need captures of their own. A run in which a stage
+    /// prepares for the first time is not captured.
     ///
-    /// Turn it off if nearly every step has another form: then each capture is made in vain, and
-    /// keeps the names of its operations in memory. All processes must pass the same value, or they
-    /// diverge.
+    /// Turn it off if nearly every step has another form: each capture then costs time and memory
+    /// without use. All processes must pass the same value, or they diverge.
     pub fn replay(&mut self, yes: bool) {
         self.replays = yes;
         self.captures.clear();
@@ -365,7 +364,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.graph.stages.len()
     }
 
-    /// Returns the mesh of stage `stage`, from 0.
+    /// Returns the mesh of stage `stage`. Stages count from 0.
     ///
     /// # Panics
     ///
@@ -375,8 +374,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.graph.stage(stage).mesh()
     }
 
-    /// Stores parameters in their current shardings and computes in those of `storage`: see
-    /// [`ParamSharding`]. Gradients are returned in the stored shardings, too.
+    /// Sets the shardings in which a stage computes with its parameters; the stored shardings stay
+    /// as they are. See [`ParamSharding`]. Gradients are returned in the stored shardings.
     ///
     /// # Errors
     ///
@@ -423,10 +422,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     }
 
     /// Calls [`Stage::probe`] and then [`Stage::infer`] of each stage in order, with the shapes
-    /// that a microbatch of these `shapes` has there.
+    /// that a microbatch of these `shapes` has at that stage.
     ///
-    /// All processes must call it. Call it before the first step with microbatches of these shapes,
-    /// if a stage finds its shapes by a trial run.
+    /// All processes must call it. It is needed before the first step with microbatches of these
+    /// shapes if a stage finds its shapes by a trial run.
     ///
     /// # Errors
     ///
@@ -462,8 +461,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         set.map_err(|why| refused(why, at, "Pipeline::set_params", None))
     }
 
-    /// Runs one microbatch forward through all stages, and keeps nothing for a backward pass. Only
-    /// issues the operations, and returns the outputs of the last stage without waiting.
+    /// Runs one microbatch forward through all stages, and keeps no residuals for a backward pass.
+    /// Issues the operations and returns the outputs of the last stage without waiting for them.
     ///
     /// # Errors
     ///
@@ -590,8 +589,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     }
 }
 
-/// Runs `f` with `at` as the source location of all operations that it issues. An error gets the
-/// location, `call`, and the stage and microbatch that the runner had reached.
+/// Calls `f`, and records `at` as the source location of all operations that it issues. An error
+/// gets the location, `call`, and the current stage and microbatch.
 fn issue<T>(
     graph: &mut StageGraph,
     program: &mut Program,
@@ -613,7 +612,7 @@ fn issue<T>(
     result.map_err(|why| refused(why, at, call, place.as_deref()))
 }
 
-/// Describes a label in words, with the name of the stage.
+/// Describes a label as text, with the name of the stage.
 fn place(graph: &StageGraph, label: Label) -> String {
     let stage = graph.named(label.stage as usize);
     let microbatch = label
@@ -622,8 +621,8 @@ fn place(graph: &StageGraph, label: Label) -> String {
     format!("{stage}{microbatch}, {}", label.role.name())
 }
 
-/// Adds the user's source location `at`, `call` and `place` to an error. Errors that are not the
-/// caller's fault stay unchanged.
+/// Adds the source location `at`, `call` and `place` to an error that the caller has caused. Other
+/// errors stay unchanged.
 fn refused(why: Error, at: &'static Location<'static>, call: &str, place: Option<&str>) -> Error {
     let call = place.map_or_else(|| call.to_owned(), |place| format!("{call}: {place}"));
     match why {

@@ -5,29 +5,31 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
 
-/// Shardings in which a stage computes with its parameters, if they differ from the stored ones.
-/// Set by [`Pipeline::store`](super::Pipeline::store).
+/// The shardings in which a stage computes with its parameters, if they differ from the stored
+/// shardings. Set by [`Pipeline::store`](super::Pipeline::store).
 ///
 /// Before the first use in a step, the runner transfers the parameters to the compute shardings,
-/// once for all microbatches. This is an all-gather if the stored ones are divided over more axes.
-/// The copies are dropped after the last use. The gradients that the weight passes accumulate may
-/// be partial sums. After the last microbatch they are transferred to the stored shardings, which
-/// adds them up (a reduce-scatter). Both transfers are plain `device_put`s.
+/// once for all microbatches. This is an all-gather if the stored shardings divide over more axes.
+/// The copies are dropped after the last use.
+///
+/// The gradients that the weight passes accumulate may be partial sums. After the last microbatch
+/// the runner transfers them to the stored shardings, which adds partial sums up (a
+/// reduce-scatter). Both transfers are plain `device_put`s.
 #[derive(Clone, Debug)]
 pub struct ParamSharding {
     compute: Vec<Sharding>,
     gradients: Vec<Sharding>,
 }
 
-/// A parameter as an error names it.
+/// The path and shape of a parameter, for error messages.
 pub(super) struct NamedShape<'a> {
     pub(super) path: String,
     pub(super) aval: &'a ShapedArray,
 }
 
 impl ParamSharding {
-    /// Computes with the parameters in these shardings, one for each parameter in leaf order.
-    /// Kernels write whole gradients in the same shardings.
+    /// Creates the settings from the shardings to compute with, one for each parameter in leaf
+    /// order. Weight passes write whole gradients in the same shardings.
     pub fn new(compute: Vec<Sharding>) -> Self {
         Self {
             gradients: compute.clone(),
@@ -50,7 +52,8 @@ impl ParamSharding {
         Ok(self)
     }
 
-    /// Checks that there is one valid sharding on `mesh` for each parameter.
+    /// Checks that there is one sharding for each parameter, on the devices of `mesh` and valid for
+    /// the parameter's shape.
     pub(super) fn check(&self, params: &[NamedShape<'_>], mesh: &Mesh) -> Result<()> {
         let found = self.compute.len();
         let expected = params.len();

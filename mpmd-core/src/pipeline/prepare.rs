@@ -15,27 +15,28 @@ use crate::kernel::{Context, Shapes, Signature, Views, ViewsMut};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::Mesh;
 
-/// The kernel that makes the working form, or updates it in place: (parameters, working form) ->
-/// working form. There is an output only if there is no input.
+/// The kernel that makes or updates the working form: (parameters, optional working form) ->
+/// optional working form. With a working form as input, it updates that in place and has no output.
 struct PrepareKernel {
     stage: Arc<dyn ErasedStage>,
     bytes: u64,
 }
 
-/// The state of a stage's working form.
+/// The state of the working form, which `Stage::prepare` makes of a stage's parameters.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Freshness {
-    /// The next pass has to make it.
+    /// The working form does not exist yet.
     Missing,
-    /// The parameters have changed since it was made or updated.
+    /// The parameters have changed since the working form was made or updated.
     Stale,
-    /// It is up to date, or the stage has none.
+    /// The working form is up to date, or the stage has none.
     Fresh,
 }
 
-/// The working form of a stage's parameters, as the runner keeps it.
+/// The runner's handle to the working form of a stage's parameters, with its kernel and state.
 pub(super) struct PreparedParams {
-    /// The declared bytes on each device; `None` if the stage has no working form.
+    /// The declared bytes of the working form on each device; `None` if the stage has no working
+    /// form.
     bytes: Option<u64>,
     jit: Option<Jit<PassKernel<PrepareKernel>>>,
     object: Option<MpmdArray>,
@@ -87,7 +88,7 @@ impl StagePass for PrepareKernel {
 }
 
 impl PreparedParams {
-    /// Creates the state of a stage with a working form of `bytes` bytes on each device.
+    /// Creates a handle to a working form, not made yet, of `bytes` bytes on each device.
     pub(super) fn new(bytes: Option<u64>) -> Self {
         Self {
             bytes,
@@ -97,7 +98,7 @@ impl PreparedParams {
         }
     }
 
-    /// Returns the state of the same stage in another pipeline, which shares the working form.
+    /// Returns a second handle to the same working form, for the same stage in another pipeline.
     pub(super) fn shared(&self) -> Self {
         Self {
             bytes: self.bytes,
@@ -120,18 +121,18 @@ impl PreparedParams {
         }
     }
 
-    /// Notes if the parameters have changed since the last call of [`PreparedParams::update`].
+    /// Sets whether the parameters have changed since the last call of [`PreparedParams::update`].
     pub(super) fn set_stale(&mut self, stale: bool) {
         self.stale = stale;
     }
 
-    /// Drops the working form, which is then made anew.
+    /// Drops the working form. The next [`PreparedParams::update`] makes a new one.
     pub(super) fn forget(&mut self) {
         self.object = None;
     }
 
-    /// Issues the operation that makes or updates the working form. `params` are in the shardings
-    /// that kernels compute with. Does nothing if the stage has none.
+    /// Issues the operation that makes or updates the working form from `params`, in the compute
+    /// shardings. Does nothing if the stage has no working form.
     pub(super) fn update(
         &mut self,
         program: &mut Program,

@@ -15,26 +15,26 @@ use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::{Structure, Tree as _};
 use mpmd_schedule::Schedule;
 
-/// The maximum number of captures in a list. Another one replaces that which was not used for
-/// longest, among those that were never replayed if there are such.
+/// Maximum number of captures in a list. A further capture replaces the least recently used one,
+/// first among captures that were never replayed.
 const MOST_KEPT: usize = 16;
 
-/// The number of replays after which a step is captured anew in a job that recomputes calls: a
-/// replay recomputes the calls that were chosen at its capture.
+/// Number of replays after which a step is captured again in a job with `check_replay`. A replay
+/// always recomputes the calls that were chosen at capture; a new capture chooses others.
 const REPLAYS_CHECKED: u32 = 16;
 
-/// The captures of a pipeline.
+/// The captured runs of a pipeline.
 #[derive(Default)]
 pub(super) struct Captures {
-    /// Training steps. The one used last is at the end.
+    /// Captured training steps. The most recently used one is last.
     steps: Vec<CapturedRun<StepOutput>>,
-    /// Forward passes alone, in the same order.
+    /// Captured runs of forward passes only. The most recently used one is last.
     forwards: Vec<CapturedRun<Vec<ErasedTree>>>,
 }
 
-/// A captured run, with the schedule and the layout of inputs that it is valid for.
+/// A captured run, with the schedule and the layout of inputs for which it can be replayed.
 pub(super) struct CapturedRun<R: RunResults> {
-    /// `None` for the forward pass of one microbatch without a schedule.
+    /// The schedule of the run; `None` for the forward pass of a single microbatch.
     schedule: Option<Schedule>,
     form: RunShape,
     captured: Captured<Vec<MpmdArray>, Vec<MpmdArray>>,
@@ -42,28 +42,28 @@ pub(super) struct CapturedRun<R: RunResults> {
     replays: u32,
 }
 
-/// The results of a run, which a replay computes again.
+/// The results of a run, which can be split into arrays and a layout and rebuilt from both.
 pub(super) trait RunResults: Sized {
-    /// The part of the results beside their arrays.
+    /// The structure of the results without their arrays.
     type Layout: Default;
 
     fn take_apart(self) -> TakenApart<Self::Layout>;
 
-    /// Rebuilds the results from the arrays that `take_apart` returned, or from those of a replay.
+    /// Rebuilds the results from `layout` and the arrays of the run or of a replay.
     fn put_together(layout: &Self::Layout, arrays: Vec<MpmdArray>) -> Self;
 }
 
-/// The arrays of a run's inputs or results, and all else about them.
+/// The inputs or results of a run, split into their arrays and a layout of type `L`.
 pub(super) struct TakenApart<L> {
     layout: L,
     arrays: Vec<MpmdArray>,
 }
 
-/// The layout of a run's inputs: the parameters that each stage stores, then the microbatches, each
-/// with its random keys.
+/// The layout of a run's inputs. Their arrays are the stored parameters of each stage, then the
+/// microbatches, each with its random keys.
 #[derive(Eq, PartialEq)]
 struct RunShape {
-    /// The number of parameters of each stage.
+    /// The number of parameters that each stage stores.
     params: Vec<usize>,
     /// For each stage, true if the run updates the working form of its parameters.
     stale: Vec<bool>,
@@ -73,13 +73,14 @@ struct RunShape {
 #[derive(Eq, PartialEq)]
 struct MicrobatchShape {
     x: Structure,
-    /// The structures of the side inputs, by stage.
+    /// The structure of each stage's side inputs, by stage index.
     side: BTreeMap<usize, Structure>,
-    /// The stages that have a random key.
+    /// The indices of the stages for which the microbatch has a random key.
     keys: Vec<usize>,
 }
 
-/// All captures of a pipeline, with the list for runs of one kind.
+/// The captures of a pipeline, together with a function that selects the list for runs with results
+/// `R`.
 pub(super) struct CaptureList<'a, R: RunResults> {
     all: &'a mut Captures,
     list: fn(&mut Captures) -> &mut Vec<CapturedRun<R>>,
@@ -105,12 +106,12 @@ impl Captures {
     }
 }
 
-/// Replays a capture that fits these arguments. If there is none, calls `issue`, captures it and
-/// keeps the capture.
+/// Runs a schedule: replays a fitting capture if there is one, else calls `issue` and keeps its
+/// capture.
 ///
-/// A run is only issued without `captures`, within a larger capture, and in a dry run. A run
-/// that makes an object that stays is only issued too: a replay would make it again. If an input is
-/// refused, the run is issued so that the error names the pass.
+/// Without `captures`, inside another capture, and in a dry run, it only calls `issue`. The same
+/// holds for a run that makes a working form, since a replay would make it again. If a replay
+/// refuses an input, `issue` is called so that the error names the pass.
 pub(super) fn run<R: RunResults>(
     captures: Option<CaptureList<'_, R>>,
     graph: &mut StageGraph,
@@ -175,7 +176,7 @@ pub(super) fn run<R: RunResults>(
 }
 
 /// Finds the newest capture that fits these arguments, and moves it to the end of the list. Drops
-/// it instead if it has been replayed so often that calls are to be chosen again for recomputation.
+/// it instead after [`REPLAYS_CHECKED`] replays in a job that recomputes calls.
 fn find_fitting<'a, R: RunResults>(
     kept: &'a mut Vec<CapturedRun<R>>,
     program: &Program,
@@ -198,7 +199,7 @@ fn find_fitting<'a, R: RunResults>(
     kept.last_mut()
 }
 
-/// Adds a capture to the list. A full list drops one first.
+/// Adds a capture to the list. If the list is full, drops an old capture first.
 fn keep<R: RunResults>(kept: &mut Vec<CapturedRun<R>>, run: CapturedRun<R>) {
     if kept.len() == MOST_KEPT {
         let unused = kept.iter().position(|kept| kept.replays == 0);
@@ -208,7 +209,7 @@ fn keep<R: RunResults>(kept: &mut Vec<CapturedRun<R>>, run: CapturedRun<R>) {
 }
 
 impl RunShape {
-    /// Returns the layout of a run's inputs, and the inputs as one list.
+    /// Splits the inputs of a run into their layout and one list of arrays.
     fn take_apart(graph: &StageGraph, microbatches: Vec<ErasedMicrobatch>) -> TakenApart<Self> {
         let mut all = Vec::new();
         let mut params = Vec::with_capacity(graph.stages.len());
@@ -252,8 +253,8 @@ impl RunShape {
         }
     }
 
-    /// Sets the parameters of all stages to the first of the arrays. Returns the microbatches, made
-    /// of the other arrays.
+    /// Sets the parameters of all stages to the first of the arrays. Returns the microbatches,
+    /// rebuilt from the other arrays.
     fn put_together(
         &self,
         graph: &mut StageGraph,
@@ -287,7 +288,7 @@ impl RunShape {
     }
 }
 
-/// Returns a tree of this structure, made of the next arrays.
+/// Builds a tree of this structure from the next items of `arrays`.
 fn next_tree(structure: &Structure, arrays: &mut impl Iterator<Item = MpmdArray>) -> ErasedTree {
     ErasedTree {
         structure: structure.clone(),
@@ -295,8 +296,8 @@ fn next_tree(structure: &Structure, arrays: &mut impl Iterator<Item = MpmdArray>
     }
 }
 
-/// The layout of a step's results: the total loss, the losses of the microbatches, then the
-/// gradients of each stage.
+/// The layout of a training step's results. Their arrays are the total loss, the losses of the
+/// microbatches, then the gradients of each stage.
 #[derive(Default)]
 pub(super) struct StepLayout {
     losses: Vec<Structure>,
@@ -335,7 +336,7 @@ impl RunResults for StepOutput {
         }
     }
 
-    /// Panics if there are fewer arrays.
+    /// Rebuilds the results. Panics if there are fewer arrays than `layout` needs.
     fn put_together(layout: &StepLayout, arrays: Vec<MpmdArray>) -> Self {
         let mut all = arrays.into_iter();
         let mut next = || {
@@ -364,7 +365,7 @@ impl RunResults for StepOutput {
 }
 
 impl RunResults for Vec<ErasedTree> {
-    /// The structure of the outputs of each microbatch.
+    /// The structure of the outputs of each microbatch, in order.
     type Layout = Vec<Structure>;
 
     fn take_apart(self) -> TakenApart<Vec<Structure>> {

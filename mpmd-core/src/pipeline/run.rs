@@ -23,17 +23,17 @@ use mpmd_layout::tree::{Structure, Tree as _};
 use mpmd_record::trace::Role;
 use mpmd_schedule::{Action, ActionKind, Schedule};
 
-/// (path, array) of a stage's gradients, summed over the microbatches, in the order of the
-/// parameters that the stage stores. [Frozen](super::Stage::is_frozen) ones are left out.
+/// The gradients of a stage's parameters as (path, array), summed over the microbatches. In the
+/// order of the parameters that the stage stores, without [frozen](super::Stage::is_frozen) ones.
 pub type Gradients = Vec<(String, MpmdArray)>;
 
 /// The results of a training step.
 #[derive(Debug)]
 pub struct StepOutput {
-    /// The loss and its weight, each summed over the microbatches in ascending order; on the last
-    /// stage's mesh.
+    /// The total loss and its weight, each summed over the microbatches in ascending order. On the
+    /// last stage's mesh.
     pub loss: Loss<MpmdArray>,
-    /// The loss and weight of each microbatch, in ascending order; on the last stage's mesh.
+    /// The loss and weight of each microbatch, in ascending order. On the last stage's mesh.
     pub losses: Vec<Loss<MpmdArray>>,
     /// The gradients of each stage, indexed by stage.
     pub gradients: Vec<Gradients>,
@@ -87,26 +87,26 @@ impl Kernel for AddLoss {
     }
 }
 
-/// A microbatch at a stage: the place of an action in a step.
+/// The stage and microbatch to which an action of a step belongs.
 #[derive(Clone, Copy, Debug)]
 struct StageMicrobatch {
     stage: usize,
     microbatch: usize,
 }
 
-/// Counts of a stage's passes in a step.
+/// Numbers of a stage's passes in a step.
 #[derive(Clone, Copy, Default)]
 struct PassCounts {
-    /// Passes that read the stage's parameters.
+    /// Number of passes that read the stage's parameters.
     reads_params: usize,
-    /// Passes that add to the gradients of the stage's parameters.
+    /// Number of passes that add to the gradients of the stage's parameters.
     adds_gradients: usize,
 }
 
-/// Data of a microbatch at a stage between its passes.
+/// The data that a stage keeps for a microbatch between its passes.
 #[derive(Default)]
 struct MicrobatchState {
-    /// The parts of the stage's input that have arrived; `None` for the missing ones.
+    /// The parts of the stage's input; `None` for a part that has not arrived.
     parts: Vec<Option<ErasedTree>>,
     /// The stage's input, kept for recomputing the forward pass.
     x: Option<ErasedTree>,
@@ -124,16 +124,16 @@ struct MicrobatchState {
 
 /// The states of all microbatches at all stages.
 struct MicrobatchStates {
-    /// All microbatches of the first stage, then those of the next one.
+    /// The states, ordered by stage, then by microbatch.
     all: Vec<MicrobatchState>,
     microbatches: usize,
 }
 
-/// A gradient of some of a stage's outputs, from one of the stages that read them.
+/// A gradient, from one of the reading stages, of those outputs of a stage that it reads.
 struct ArrivedGradient {
-    /// The part of the reader's input that the gradient belongs to.
+    /// The part of the reading stage's input to which the gradient belongs.
     from: InputPart,
-    /// Index of the first leaf among the leaves of the stage's outputs.
+    /// Index of the gradient's first leaf among the leaves of the stage's outputs.
     first: usize,
     gradient: ErasedTree,
 }
@@ -147,7 +147,7 @@ struct RunningStep<'a> {
     /// True in a training step, false if only forward passes run.
     trains: bool,
     states: MicrobatchStates,
-    /// The passes that are still to come, indexed by stage.
+    /// Counts of the passes that have not been issued yet, indexed by stage.
     remaining: Vec<PassCounts>,
     /// The gradients so far, summed over the microbatches, indexed by stage.
     gradients: Vec<Option<ErasedTree>>,
@@ -157,8 +157,8 @@ struct RunningStep<'a> {
     outputs: Vec<Option<ErasedTree>>,
 }
 
-/// Returns the schedule that is run. In `schedule`'s copy, stages that fuse their gradients have
-/// them as one action. If the pipeline asks for that, weight gradients are ascending.
+/// Returns the schedule that is run: `schedule` with combined backward actions for stages that only
+/// have a fused backward pass. If `graph.ascending`, its weight gradients are in ascending order.
 pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Schedule> {
     let fused = |stage: usize| graph.stages[stage].passes() == Passes::Fused;
     let schedule = mpmd_schedule::fused(schedule, fused)?;
@@ -186,11 +186,12 @@ pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Sched
     }
 }
 
-/// Limit of the number of operations that compare a schedule; ranks are grouped to stay below it.
+/// Maximum number of operations that compare a schedule. In larger schedules each operation
+/// compares several ranks.
 const COMPARED: usize = 64;
 
-/// Makes the processes compare a schedule, unless it is `known`, the one compared last. Checks
-/// first that the schedule trains this pipeline. Does not compare while the program captures.
+/// Compares the schedule on all processes, unless it equals `known`, the one compared last. First
+/// checks that it can train this pipeline. Does not compare while the program captures.
 pub(super) fn compare(
     known: &mut Option<Schedule>,
     graph: &StageGraph,
@@ -241,8 +242,8 @@ pub(super) fn train_step(
     output
 }
 
-/// Runs the forward passes of a schedule, which must fit. Returns the outputs of each microbatch,
-/// in order.
+/// Runs the forward passes of a schedule in its order. Returns the outputs of each microbatch, in
+/// ascending order. The schedule must have been checked.
 pub(super) fn forward_all(
     graph: &mut StageGraph,
     program: &mut Program,
@@ -271,7 +272,8 @@ pub(super) fn forward(
     forward_in_order(graph, program, &order, microbatches)
 }
 
-/// Runs the forward passes of `order`, which has no others. Returns the outputs of each microbatch.
+/// Runs the actions of `order`, all of which are forward passes. Returns the outputs of each
+/// microbatch.
 fn forward_in_order(
     graph: &mut StageGraph,
     program: &mut Program,
@@ -299,7 +301,7 @@ fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) 
     Ok(())
 }
 
-/// Returns an error if the schedule is for another number of stages or microbatches.
+/// Returns an error if the schedule's number of stages or microbatches differs from the given ones.
 pub(super) fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
     graph.check_stages(schedule)?;
     let name = schedule.name();
@@ -314,7 +316,7 @@ pub(super) fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize
     )))
 }
 
-/// Returns the role of the first operation that an action issues.
+/// Returns the trace label's role for the first operation that an action issues.
 fn role(kind: ActionKind) -> Role {
     match kind {
         ActionKind::Forward => Role::Forward,
@@ -325,7 +327,7 @@ fn role(kind: ActionKind) -> Role {
 }
 
 impl StageMicrobatch {
-    /// Returns the place of an action.
+    /// Returns the stage and microbatch of an action.
     fn of(action: &Action) -> Self {
         Self {
             stage: action.stage,
@@ -335,7 +337,7 @@ impl StageMicrobatch {
 }
 
 impl PassCounts {
-    /// Counts the passes of one action.
+    /// Returns the pass counts of one action.
     fn of(kind: ActionKind) -> Self {
         let (reads_params, adds_gradients) = match kind {
             ActionKind::Forward | ActionKind::BackwardInput => (1, 0),
@@ -348,7 +350,7 @@ impl PassCounts {
         }
     }
 
-    /// Counts the passes of each of the stages in `order`.
+    /// Returns the pass counts of each stage, from all actions in `order`.
     fn of_stages(stages: usize, order: &[Action]) -> Vec<Self> {
         let mut counts = vec![Self::default(); stages];
         for action in order {
@@ -361,8 +363,8 @@ impl PassCounts {
 }
 
 impl MicrobatchStates {
-    /// Creates the states before a step: the input of the first stage, the side inputs and the keys
-    /// are there.
+    /// Creates the states at the start of a step, with the first stage's input, the side inputs and
+    /// the keys.
     fn new(stages: usize, microbatches: Vec<ErasedMicrobatch>) -> Self {
         let count = microbatches.len();
         let mut states = Self {
@@ -469,8 +471,8 @@ impl<'a> RunningStep<'a> {
         }
     }
 
-    /// Counts an action as done. Drops a stage's gathered parameters after the last pass that reads
-    /// them, and reduces its gradients after the last pass that adds to them.
+    /// Subtracts an action from the remaining passes. Drops a stage's gathered parameters after
+    /// their last reader, and reduces its gradients after the last pass that adds to them.
     fn finish_action(&mut self, action: &Action) -> Result<()> {
         let done = PassCounts::of(action.kind);
         let remaining = &mut self.remaining[action.stage];
@@ -487,8 +489,8 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Runs the action [`ActionKind::Forward`]: computes the outputs, and gives them to the readers
-    /// or, on the last stage, to the results of the step.
+    /// Runs the action [`ActionKind::Forward`]: computes the outputs and sends them to the reading
+    /// stages. The last stage's outputs become results of the step.
     fn run_forward(&mut self, at: StageMicrobatch) -> Result<()> {
         let y = self.forward_pass(at)?;
         if !self.trains || !self.graph.trains[at.stage] {
@@ -506,8 +508,8 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Runs the action [`ActionKind::Backward`]: both gradients, in one kernel if the stage fuses
-    /// them.
+    /// Runs the action [`ActionKind::Backward`]: computes both gradients, in one kernel if the
+    /// stage fuses them.
     fn run_backward(&mut self, at: StageMicrobatch) -> Result<()> {
         let fuses = self.graph.stages[at.stage].fuses();
         self.run_backward_input(at, fuses)?;
@@ -568,13 +570,13 @@ impl<'a> RunningStep<'a> {
         self.graph.stages.len() - 1
     }
 
-    /// Labels the operations that are issued from now on.
+    /// Sets the label of the operations that are issued from now on.
     fn label(&mut self, at: StageMicrobatch, role: Role) {
         label(self.program, at.stage, Some(at.microbatch), role);
     }
 
-    /// Runs a forward pass, and returns the stage's outputs. Stores the residuals, or the inputs
-    /// that take their place.
+    /// Issues a forward pass, and returns the stage's outputs. Stores the residuals, or the inputs
+    /// if the stage keeps those instead.
     fn forward_pass(&mut self, at: StageMicrobatch) -> Result<ErasedTree> {
         let side = self.states.at(at).side.take();
         let side = side.unwrap_or_else(ErasedTree::empty);
@@ -601,7 +603,7 @@ impl<'a> RunningStep<'a> {
         Ok(forwarded.y)
     }
 
-    /// Returns the mode in which the forward passes of a stage run in this step.
+    /// Returns the mode in which a stage runs its forward passes in this step.
     fn forward_mode(&self, stage: usize) -> Mode {
         if !self.trains {
             Mode::Evaluation
@@ -614,7 +616,7 @@ impl<'a> RunningStep<'a> {
         }
     }
 
-    /// Returns a stage's input, made of the parts that have arrived. A missing part is an error.
+    /// Builds a stage's input from the parts that have arrived. A missing part is an error.
     fn take_input(&mut self, at: StageMicrobatch) -> Result<ErasedTree> {
         let state = self.states.at(at);
         let parts: Option<Vec<ErasedTree>> = std::mem::take(&mut state.parts).into_iter().collect();
@@ -699,8 +701,8 @@ impl<'a> RunningStep<'a> {
         required(again.residual, at, "residual")
     }
 
-    /// Returns the gradient of a stage's outputs: the sum of the readers' gradients, in the order
-    /// of the readers. `role` is that of the pass that needs it.
+    /// Returns the gradient of a stage's outputs: the sum of the reading stages' gradients, in the
+    /// order of these stages. `role` labels the addition.
     fn take_output_gradient(&mut self, at: StageMicrobatch, role: Role) -> Result<ErasedTree> {
         let state = self.states.at(at);
         let mut arrived = std::mem::take(&mut state.gradients);
@@ -732,7 +734,7 @@ impl<'a> RunningStep<'a> {
         Ok(ErasedTree { structure, leaves })
     }
 
-    /// Sends the gradient of a stage's input to the stages that produced the input, and that run
+    /// Sends the gradient `dx` of a stage's input to the stages that produced the input and run
     /// backward passes. Does nothing if `dx` is `None`.
     fn send_gradients(&mut self, at: StageMicrobatch, dx: Option<ErasedTree>) -> Result<()> {
         let part_leaves = std::mem::take(&mut self.states.at(at).part_leaves);
@@ -812,8 +814,8 @@ impl<'a> RunningStep<'a> {
         to
     }
 
-    /// Adds the gradients of tied parameters to those of the stages that store them, in the order
-    /// of the stages.
+    /// Adds the gradients of tied parameters to the gradients of the stages that store these
+    /// parameters, in the order of the stages.
     fn add_tied(&mut self) -> Result<()> {
         for tie in self.graph.ties.clone() {
             self.add_tied_gradient(tie.owner, tie.user)?;
@@ -821,8 +823,8 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Adds the gradient of `user` to that of `owner`, unless `user` is frozen or one has no
-    /// gradient.
+    /// Adds the gradient of parameter `user` to that of parameter `owner`. Does nothing if `user`
+    /// is frozen or either has no gradient.
     fn add_tied_gradient(&mut self, owner: StageParam, user: StageParam) -> Result<()> {
         let Some(sums) = &self.gradients[owner.stage] else {
             return Ok(());
@@ -851,8 +853,8 @@ impl<'a> RunningStep<'a> {
     }
 }
 
-/// Returns the gradients of the parameters that a stage stores and trains. There are none if no
-/// pass has computed them.
+/// Returns the gradients of the parameters that a stage stores and trains. Empty if no pass has
+/// computed gradients.
 fn trained_gradients(stage: &BoundStage, gradients: Option<ErasedTree>) -> Gradients {
     let leaves = gradients.map_or_else(Vec::new, |gradients| gradients.leaves);
     let own = stage.own();
@@ -863,8 +865,8 @@ fn trained_gradients(stage: &BoundStage, gradients: Option<ErasedTree>) -> Gradi
         .collect()
 }
 
-/// Returns the losses added in ascending order of microbatches, independent of the order of
-/// computation.
+/// Adds up the losses in ascending order of microbatches, whatever the order of computation, and
+/// returns the sum.
 fn sum_losses(
     last: &BoundStage,
     program: &mut Program,
@@ -885,8 +887,8 @@ fn sum_losses(
     })
 }
 
-/// Returns the value, or an error that names it if it is missing. Only a schedule that bypassed the
-/// checks gets this error.
+/// Returns the value in `found`. If it is `None`, returns an error with the name `value`; only an
+/// unchecked schedule can cause this error.
 fn required<T>(found: Option<T>, at: StageMicrobatch, value: &str) -> Result<T> {
     let StageMicrobatch { stage, microbatch } = at;
     found.ok_or_else(|| {

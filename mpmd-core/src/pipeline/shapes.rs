@@ -11,7 +11,8 @@ use crate::kernel::Shapes;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::tree::Tree;
 
-/// The shapes of one microbatch, for [`Pipeline::probe`](super::Pipeline::probe).
+/// The shapes of one microbatch and its side inputs, for
+/// [`Pipeline::probe`](super::Pipeline::probe).
 #[derive(Debug)]
 pub struct MicrobatchShapes<In> {
     x: ErasedTree<ShapedArray>,
@@ -26,7 +27,7 @@ impl<In> PartialEq for MicrobatchShapes<In> {
 }
 
 impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
-    /// Describes a microbatch with these global shapes of the pipeline input.
+    /// Creates the shapes of a microbatch from the global shapes of the pipeline's input.
     pub fn new(x: Shapes<In>) -> Self {
         Self {
             x: ErasedTree::of(x),
@@ -35,7 +36,7 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
         }
     }
 
-    /// Sets the global shapes of a stage's side inputs.
+    /// Sets the global shapes of the side inputs of stage `stage`.
     #[must_use]
     pub fn side(mut self, stage: usize, side: &impl Tree<Leaf = ShapedArray>) -> Self {
         let leaves = side.leaves().into_iter().cloned().collect();
@@ -51,7 +52,8 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
 }
 
 /// Calls [`Stage::infer`](super::Stage::infer) of each stage with its shapes for one microbatch.
-/// Before each, calls `before` with the stage's index and the shapes of its input and side inputs.
+/// Before each call, passes the stage's index and the shapes of its input and side inputs to
+/// `before`.
 pub(super) fn infer_all<In: Tree<Leaf = MpmdArray>>(
     graph: &StageGraph,
     microbatch: &MicrobatchShapes<In>,

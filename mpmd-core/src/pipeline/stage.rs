@@ -16,17 +16,17 @@ use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Leaf, Structure, Tree, TreeError};
 
-/// A stage of a pipeline: types of parameters, inputs and outputs, and the passes.
+/// A stage of a pipeline: the types of its parameters, inputs and outputs, and its passes.
 ///
-/// A small stage has [`infer`](Stage::infer), [`forward`](Stage::forward) and
+/// A small stage implements [`infer`](Stage::infer), [`forward`](Stage::forward) and
 /// [`backward`](Stage::backward). All else is optional: side inputs, residuals, state, random keys,
 /// [prepared](Stage::prepare) parameters, and backward [`passes`](Stage::passes) that are split.
-/// These values are read from the [`StageContext`].
+/// The passes read these values from the [`StageContext`].
 ///
 /// Like a [`Kernel`](crate::kernel::Kernel), a stage sees the regions of one device. It may call
 /// the collectives that it declares.
 pub trait Stage: Send + Sync + 'static {
-    /// The parameters.
+    /// The tree of the stage's parameters.
     type Params: Tree<Leaf = MpmdArray>;
     /// The input tree: outputs of earlier stages, or the input of the pipeline.
     type In: Tree<Leaf = MpmdArray>;
@@ -46,8 +46,8 @@ pub trait Stage: Send + Sync + 'static {
         side: &SideShapes,
     ) -> Result<StageSignature<Shapes<Self::Out>>>;
 
-    /// Computes the outputs `y`, and the residuals that the stage declares, on one device. The
-    /// arguments are the regions of the arrays on this device.
+    /// Computes the outputs `y`, and the residuals that the stage declares, on one device. All
+    /// views are of the regions that this device holds.
     ///
     /// # Errors
     ///
@@ -61,10 +61,10 @@ pub trait Stage: Send + Sync + 'static {
     ) -> Result<()>;
 
     /// Computes the input gradient `dx` from the output gradient `dy`, and adds the gradient of the
-    /// parameters to `gradient`. `dx` is `None` on the first stage, and if nothing that the stage
+    /// parameters to `gradient`. `dx` is `None` on the first stage, and if no stage that this one
     /// reads is trained.
     ///
-    /// There are no weight residuals, and no residual is kept for later. The pass may call the
+    /// The pass has no weight residuals, and the residuals are dropped after it. It may call the
     /// collectives that are declared for the input gradient. Default: an error.
     ///
     /// # Errors
@@ -87,9 +87,9 @@ pub trait Stage: Send + Sync + 'static {
         Passes::Fused
     }
 
-    /// Computes the input gradient `dx` from the output gradient `dy`, and the weight residuals.
-    /// `dx` is as in [`Stage::backward`]. Needed for [`Passes::Split`] and [`Passes::Both`].
-    /// Default: an error.
+    /// Computes the input gradient `dx` from the output gradient `dy`, and writes the weight
+    /// residuals. `dx` may be `None`, as in [`Stage::backward`]. Needed for [`Passes::Split`] and
+    /// [`Passes::Both`]. Default: an error.
     ///
     /// # Errors
     ///
@@ -105,8 +105,8 @@ pub trait Stage: Send + Sync + 'static {
         Err(lacks(self, "backward_input"))
     }
 
-    /// Adds the gradient of the parameters for one microbatch to `gradient`, from the weight
-    /// residuals. Needed for [`Passes::Split`] and [`Passes::Both`]. Default: an error.
+    /// Computes one microbatch's gradient of the parameters from the weight residuals, and adds it
+    /// to `gradient`. Needed for [`Passes::Split`] and [`Passes::Both`]. Default: an error.
     ///
     /// # Errors
     ///
@@ -125,59 +125,60 @@ pub trait Stage: Send + Sync + 'static {
         SideInput::none()
     }
 
-    /// Returns the sharding of the inputs and of their gradient over the stage's mesh: one spec for
-    /// all leaves. Default: replicated on every device.
+    /// Returns the sharding of the inputs and of their gradients over the stage's mesh: one spec
+    /// for all leaves. Default: replicated on every device.
     fn input_spec(&self) -> Spec {
         Spec::default()
     }
 
-    /// Returns the sharding of the outputs and of their gradient over the stage's mesh. A [`Loss`]
-    /// is never divided. Default: replicated on every device.
+    /// Returns the sharding of the outputs and of their gradients over the stage's mesh. A [`Loss`]
+    /// must be replicated. Default: replicated on every device.
     fn output_spec(&self) -> Spec {
         Spec::default()
     }
 
-    /// Returns true if the passes draw random numbers in training. Each microbatch of a training
-    /// step then needs [`Microbatch::key`](super::Microbatch::key), and the passes have a key of
-    /// the stage and the microbatch: [`StageContext::key`]. Default: false.
+    /// Returns true if the passes draw random numbers in training. Then each microbatch of a
+    /// training step needs a [`Microbatch::key`](super::Microbatch::key). The passes read the key
+    /// of their stage and microbatch by [`StageContext::key`]. Default: false.
     fn draws_random(&self) -> bool {
         false
     }
 
     /// Returns true if the parameter at path `path` is not trained. Its gradient has the shape
-    /// `[0]` in all backward passes, moves nowhere, and is not among the gradients of a step.
+    /// `[0]` in all backward passes, is not transferred, and is not among the gradients of a step.
     /// Default: false.
     ///
-    /// If nothing is trained at or before a stage, the stage runs no backward pass, keeps no
-    /// residuals, and a stage that reads it has `dx = None`.
+    /// If neither a stage nor any stage before it is trained, the stage runs no backward pass and
+    /// keeps no residuals. The stages that read its outputs then get `dx = None`.
     fn is_frozen(&self, path: &str) -> bool {
         let _ = path;
         false
     }
 
-    /// Notes that the parameter at `path` is frozen from now on, as if [`Stage::is_frozen`]
-    /// returned true: it is tied to a frozen parameter of another stage. Default: does nothing.
+    /// Tells the stage that its parameter at `path` is frozen from now on, as if
+    /// [`Stage::is_frozen`] returned true for it. The reason: it is tied to a frozen parameter of
+    /// another stage. Default: does nothing.
     ///
-    /// A stage that adds to all its gradients has to leave this one out: its shape is `[0]`.
+    /// The stage must not add to this parameter's gradient any more: its shape is `[0]`.
     fn freeze(&self, path: &str) {
         let _ = path;
     }
 
-    /// Returns the bytes on each device of the object that [`Stage::prepare`] makes, or `None` if
-    /// the stage prepares nothing. `params` has the shape of the largest region of each parameter
-    /// on one device. Default: `None`.
+    /// Returns the bytes, on each device, of the object that [`Stage::prepare`] makes; `None` if
+    /// the stage prepares nothing. `params` has, for each parameter, the shape of the largest
+    /// region on one device. Default: `None`.
     fn prepared_bytes(&self, params: &Shapes<Self::Params>) -> Option<u64> {
         let _ = params;
         None
     }
 
     /// Makes the stage's working form of its parameters on one device, or updates it in place.
-    /// `prepared` is `None` at the first call on a device. All passes have it by
+    /// `prepared` is `None` at the first call on a device. All passes read the working form by
     /// [`StageContext::prepared`].
     ///
-    /// Called only if [`Stage::prepared_bytes`] returns a number: before the first pass, and before
-    /// the next pass after the values of the parameters have changed. If the shapes or shardings of
-    /// the parameters change, the working form is made anew. Default: an error.
+    /// Called only if [`Stage::prepared_bytes`] returns a number: before the first pass, and again
+    /// before the next pass after the parameters have changed. If shapes or shardings of the
+    /// parameters change, the working form is made anew. Default: an error.
     ///
     /// # Errors
     ///
@@ -195,10 +196,11 @@ pub trait Stage: Send + Sync + 'static {
         )))
     }
 
-    /// Finds the facts that [`Stage::infer`] declares, for instance by a trial run of a model.
-    /// [`Pipeline::probe`](super::Pipeline::probe) calls it before `infer`. Default: does nothing.
+    /// Finds facts that [`Stage::infer`] needs for its declaration, for instance by a trial run of
+    /// a model. [`Pipeline::probe`](super::Pipeline::probe) calls it before `infer`. Default: does
+    /// nothing.
     ///
-    /// All processes call it in the same order, and must issue the same operations.
+    /// All processes call it in the same order. Its operations must be the same on all of them.
     ///
     /// # Errors
     ///
@@ -208,9 +210,9 @@ pub trait Stage: Send + Sync + 'static {
         Ok(())
     }
 
-    /// Makes the passes compute in this dtype, where the parameters are f32:
-    /// [`Pipeline::compute_in`](super::Pipeline::compute_in) calls it before any pass. Gradients
-    /// of parameters stay f32. Default: an error.
+    /// Makes the passes compute in this dtype although the parameters are f32.
+    /// [`Pipeline::compute_in`](super::Pipeline::compute_in) calls it before any pass. Gradients of
+    /// parameters stay f32. Default: an error.
     ///
     /// # Errors
     ///
@@ -228,29 +230,29 @@ pub trait Stage: Send + Sync + 'static {
         plain_name::<Self>()
     }
 
-    /// Returns the settings of the stage as words, which the processes compare with each other.
-    /// Default: none.
+    /// Returns the settings of the stage as words. The processes compare them, so that a difference
+    /// is an error. Default: none.
     fn statics(&self) -> Vec<u64> {
         Vec::new()
     }
 
-    /// Returns true if the passes and [`Stage::prepare`] read and write values in host memory on
-    /// any device. Default: false.
+    /// Returns true if the passes and [`Stage::prepare`] read and write values in host memory, even
+    /// on a CUDA device. Default: false.
     ///
-    /// On a CUDA device, each pass then waits for its inputs, copies them to the host, computes on
-    /// the device's thread and copies the outputs back. That is slow.
+    /// On a CUDA device, each pass then waits for its inputs and copies them to the host. It
+    /// computes on the device's thread and copies the outputs back, which is slow.
     fn computes_on_host(&self) -> bool {
         false
     }
 
-    /// Returns the CUDA sources that the passes launch on CUDA devices, like
+    /// Returns the sources of the CUDA kernels that the passes launch, like
     /// [`Kernel::cuda`](crate::kernel::Kernel::cuda). Default: none.
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
 }
 
-/// The place and the shapes of a stage, for [`Stage::probe`].
+/// The mesh, shapes and shardings of a stage, passed to [`Stage::probe`].
 #[non_exhaustive]
 pub struct StageProbe<'a, S: Stage + ?Sized> {
     /// The mesh of the stage.
@@ -284,15 +286,16 @@ fn lacks<S: Stage + ?Sized>(stage: &S, pass: &str) -> Error {
 /// The backward passes that a stage implements.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Passes {
-    /// [`Stage::backward`] alone. Where a schedule splits the gradients, both are computed with the
-    /// input gradient, and the weight gradient has nothing to do. The gradients are then added in
-    /// the order of the input gradients.
+    /// Only [`Stage::backward`]. If a schedule splits the gradients, both are computed when the
+    /// input gradient is due, and the weight gradient's action does nothing. Gradients are then
+    /// added in the order of the input gradients.
     Fused,
-    /// [`Stage::backward_input`] and [`Stage::backward_weight`]. The stage before waits for the
-    /// input gradient, but not for the weight gradient: schedules without bubbles need that.
+    /// [`Stage::backward_input`] and [`Stage::backward_weight`]. The stage before waits only for
+    /// the input gradient, not for the weight gradient. Zero-bubble schedules need that.
     Split,
-    /// All three. `backward` is called where a schedule has both gradients as one action, unless
-    /// they are partial sums. It must compute the same bits as the two others.
+    /// All three methods. [`Stage::backward`] is called if the schedule combines both gradients in
+    /// one action and the gradients are no partial sums. It must compute the same bits as the two
+    /// others.
     Both,
 }
 
@@ -304,7 +307,7 @@ pub struct SideInput {
 }
 
 impl SideInput {
-    /// Declares side inputs of type `T`.
+    /// Creates the type of side inputs whose tree is `T`.
     pub fn of<T: Tree<Leaf = MpmdArray>>() -> Self {
         Self {
             fits: |structure| {
@@ -318,7 +321,7 @@ impl SideInput {
         Self::of::<mpmd_layout::tree::Empty<MpmdArray>>()
     }
 
-    /// Returns an error if side inputs of this structure are not of the type.
+    /// Returns an error if `structure` is not the structure of this type.
     pub(super) fn check(&self, structure: &Structure) -> Result<(), TreeError> {
         (self.fits)(structure)
     }
@@ -333,18 +336,19 @@ impl SideShapes {
     ///
     /// # Errors
     ///
-    /// If they are no tree of type `T`.
+    /// If the shapes are no tree of type `T`.
     pub fn tree<T: Tree<Leaf = ShapedArray>>(&self) -> Result<T> {
         self.0.clone().into_tree("side input")
     }
 }
 
-/// The global shape of a residual, and its sharding over the stage's mesh; or an object.
+/// A residual of a stage: an array's global shape and its sharding over the stage's mesh, or an
+/// object.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct PlacedShape {
     pub(super) aval: ShapedArray,
     spec: Spec,
-    /// The declared bytes of an object on each device.
+    /// The declared bytes of the object on each device; used only for objects.
     pub(super) object_bytes: u64,
 }
 
@@ -360,7 +364,7 @@ impl PlacedShape {
         }
     }
 
-    /// Creates a residual that every device of the stage holds whole.
+    /// Creates a residual that is replicated on every device of the stage.
     pub fn replicated(aval: ShapedArray) -> Self {
         Self::new(aval, Spec::default())
     }
@@ -375,8 +379,8 @@ impl PlacedShape {
         Self::object_of_bytes(0)
     }
 
-    /// Creates a residual like [`PlacedShape::object`] of `bytes` bytes on each device. They count
-    /// against the device's memory limit, and in estimates of memory.
+    /// Creates a residual like [`PlacedShape::object`] that takes `bytes` bytes on each device. The
+    /// bytes count against the device's memory limit and in memory estimates.
     pub fn object_of_bytes(bytes: u64) -> Self {
         Self {
             object_bytes: bytes,
@@ -389,7 +393,7 @@ impl PlacedShape {
     }
 }
 
-/// A residual that is a weight residual, too, without a copy.
+/// A residual that also serves as a weight residual, without a copy.
 #[derive(Clone, Debug)]
 pub(super) struct KeptResidual {
     /// The path of the residual.
@@ -402,7 +406,7 @@ pub(super) struct KeptResidual {
 #[derive(Clone, Debug)]
 pub struct StageSignature<O> {
     pub(super) out: O,
-    /// `None` if the stage keeps its inputs and side inputs instead.
+    /// The declared residuals; `None` if the stage keeps its inputs and side inputs instead.
     pub(super) residual: Option<ErasedTree<PlacedShape>>,
     pub(super) weight_residual: ErasedTree<PlacedShape>,
     pub(super) keeps: Vec<KeptResidual>,
@@ -411,8 +415,9 @@ pub struct StageSignature<O> {
 }
 
 impl<O> StageSignature<O> {
-    /// Declares a stage with output `out`. It keeps its inputs and side inputs, without a copy,
-    /// until its backward pass has read them by [`StageContext::input`] and [`StageContext::side`].
+    /// Creates the declaration of a stage with output `out` and no residuals. The stage then keeps
+    /// its inputs and side inputs, without a copy, for its backward pass. That reads them by
+    /// [`StageContext::input`] and [`StageContext::side`].
     pub fn new(out: O) -> Self {
         Self {
             out,
@@ -424,7 +429,7 @@ impl<O> StageSignature<O> {
         }
     }
 
-    /// Returns the declaration with another form of the output.
+    /// Returns the same declaration with the output converted by `f`.
     pub(super) fn map_out<P>(self, f: impl FnOnce(O) -> P) -> StageSignature<P> {
         let Self {
             out,
@@ -445,10 +450,11 @@ impl<O> StageSignature<O> {
     }
 
     /// Declares residuals: arrays on the stage's own devices that the forward pass writes for the
-    /// backward pass. They never move, and are freed after the last pass that reads them.
+    /// backward pass. They are never transferred, and are freed after the last pass that reads
+    /// them.
     ///
-    /// The stage then does not keep its inputs. With
-    /// [`Empty`](mpmd_layout::tree::Empty) it keeps nothing.
+    /// The stage then does not keep its inputs. With [`Empty`](mpmd_layout::tree::Empty) as
+    /// residuals it keeps nothing.
     #[must_use]
     pub fn residual(mut self, residual: impl Tree<Leaf = PlacedShape>) -> Self {
         self.residual = Some(ErasedTree::of(residual));
@@ -462,8 +468,8 @@ impl<O> StageSignature<O> {
         self
     }
 
-    /// Declares that the residual at path `residual` is also the weight residual at path
-    /// `weight_residual`. It is not copied.
+    /// Declares that the residual at path `residual` also serves as the weight residual at path
+    /// `weight_residual`, without a copy.
     #[must_use]
     pub fn keep(mut self, residual: impl Into<String>, weight_residual: impl Into<String>) -> Self {
         self.keeps.push(KeptResidual {
@@ -473,8 +479,8 @@ impl<O> StageSignature<O> {
         self
     }
 
-    /// Declares further collectives of [`Stage::forward`]: those of `declared`, in order. All else
-    /// in `declared` has no effect.
+    /// Adds the collectives of `declared` to those of [`Stage::forward`], in order. Everything else
+    /// in `declared` is ignored.
     ///
     /// ```
     /// # use mpmd_core::pipeline::StageSignature;
@@ -489,8 +495,8 @@ impl<O> StageSignature<O> {
         self
     }
 
-    /// Declares further collectives of [`Stage::backward_input`] and [`Stage::backward`], like
-    /// [`StageSignature::forward_collectives`].
+    /// Adds the collectives of `declared` to those of [`Stage::backward_input`] and
+    /// [`Stage::backward`]. Everything else in `declared` is ignored.
     #[must_use]
     pub fn backward_collectives(mut self, declared: Signature<()>) -> Self {
         self.backward_input.extend(declared.collectives);
@@ -498,28 +504,28 @@ impl<O> StageSignature<O> {
     }
 }
 
-/// The output of the last stage for a microbatch: scalars with the same values on each device of
-/// the stage, in `f32` or `f64`.
+/// The output of the last stage for a microbatch: scalars of type `f32` or `f64`, with the same
+/// values on each device of the stage.
 #[derive(Clone, Debug, Tree)]
 #[non_exhaustive]
 pub struct Loss<L> {
     /// The sum of the losses over all items (rows, tokens).
     pub sum: L,
-    /// The number of items. Gradients are divided by the total over all microbatches, so the result
-    /// does not depend on the division of a batch.
+    /// The number of items. The caller divides gradients by the sum of the weights over all
+    /// microbatches, so the result does not depend on how a batch is divided.
     pub weight: L,
-    /// The sum of further figures over all items, by name, such as the number of right answers.
-    /// They have no gradient.
+    /// Sums of further figures over all items, by name, such as the number of right answers. They
+    /// have no gradient.
     pub metrics: BTreeMap<String, L>,
 }
 
 impl Loss<ShapedArray> {
-    /// Checks that all figures are scalars of f32 or f64, and that the metrics have names in one
-    /// line, none of which is `loss`.
+    /// Checks that all figures are scalars of f32 or f64. A metric's name must not be empty,
+    /// contain control characters or be `loss`.
     ///
     /// # Errors
     ///
-    /// If one is not. The error names it.
+    /// If a figure or name is not valid. The error names it.
     pub fn check(&self) -> Result<()> {
         let is_bad = |name: &&String| {
             name.is_empty() || name.as_str() == "loss" || name.contains(char::is_control)
@@ -553,7 +559,8 @@ impl Loss<ShapedArray> {
 }
 
 impl<L> Loss<L> {
-    /// Creates a loss without metrics: its sum over all items, and their number.
+    /// Creates a loss without metrics. `sum` is the sum of the losses over all items, `weight` the
+    /// number of items.
     pub fn new(sum: L, weight: L) -> Self {
         Self {
             sum,
@@ -562,7 +569,7 @@ impl<L> Loss<L> {
         }
     }
 
-    /// Adds the sum of a metric over all items. Reports show its mean, as that of the loss.
+    /// Adds a metric. `sum` is its sum over all items; reports divide it by the loss's weight.
     #[must_use]
     pub fn metric(mut self, name: impl Into<String>, sum: L) -> Self {
         self.metrics.insert(name.into(), sum);

@@ -27,23 +27,23 @@ use mpmd_layout::topology::DeviceId;
 use mpmd_layout::tree::Tree;
 use mpmd_record::trace::Label;
 
-/// One device's part of a call, queued on the device. Later calls of the same [`Bound`] reuse the
-/// box and the capacity of its lists.
+/// One device's part of a call, as a job for the device's queue. Later calls of the same [`Bound`]
+/// reuse the box and the capacity of its lists.
 pub(super) struct DeviceCall<K: Kernel> {
     pub(super) inputs: Vec<CallInput>,
-    /// Buffers of the inputs that have arrived, in the order of `inputs`. `None` if an output
-    /// starts from the buffer.
+    /// Buffers of the inputs that have arrived, in the order of `inputs`. `None` if an output is
+    /// initialised from the buffer.
     pub(super) arrived: Vec<Option<SharedBuffer>>,
     pub(super) outputs: Vec<OwnedBuffer>,
-    /// Objects that the kernel has made, by index of the output. Empty if it makes none.
+    /// Objects that the kernel has made, by output index. Empty if the kernel makes no objects.
     pub(super) made: Vec<Option<NewObject>>,
-    /// Memory for the objects with declared bytes, in the plan's order.
+    /// Reserved memory for new objects with declared bytes, in the plan's order.
     pub(super) held: Vec<Reservation>,
-    /// Initial contents of each output, in order. Used only on accelerators, as is `unfilled`: the
-    /// inputs that were taken before they were filled.
+    /// The initial contents of each output, in order. Used only on accelerators, as is `unfilled`:
+    /// the inputs that this call took before they were filled.
     pub(super) fills: Vec<Fill>,
     pub(super) unfilled: Vec<Unfilled>,
-    /// The objects that the call takes. They fail with the call.
+    /// The objects among the call's inputs. If the call fails, they fail too.
     pub(super) objects: Vec<AsyncBuffer>,
     // Last: if the call never runs, its operation ends after its buffers are freed.
     issued: Option<IssuedCall<K>>,
@@ -54,22 +54,21 @@ pub(super) struct IssuedCall<K: Kernel> {
     pub(super) bound: Arc<Bound<K>>,
     pub(super) seat: usize,
     pub(super) op: u64,
-    /// The line that issued the call, and the label that the program had then.
+    /// The source line that issued the call. `label` is the program's label at that time.
     pub(super) at: &'static Location<'static>,
     pub(super) label: Option<Label>,
     pub(super) resolvers: Resolvers,
-    /// Memory for all outputs that do not take over an input's memory, reserved when the call was
-    /// issued. If it could not be reserved, the failure.
+    /// Memory for the new outputs, reserved when the call was issued, or the failure of the
+    /// reservation. Outputs that take over an input's memory need none.
     pub(super) memory: CallResult<Reservation>,
     pub(super) guard: OpGuard,
-    /// Shared by this process's devices: the last one to end the call discards the collective
-    /// messages that no device took. `None` without collectives.
+    /// A handle that all devices of this process share for the call. The last device to drop it
+    /// discards collective messages that no device took. `None` without collectives.
     pub(super) leftovers: Option<Arc<Leftovers>>,
 }
 
-/// Discards, when dropped, the received messages of a call's collectives that no device took. All
-/// devices of this process share it. So this happens after the call has ended on each of them,
-/// since each takes its messages at its own pace.
+/// Discards, when dropped, the collective messages of a call that no device took. All devices of
+/// this process share it, so it is dropped after the call has ended on each of them.
 pub(super) struct Leftovers {
     pub(super) runtime: Arc<Runtime>,
     pub(super) op: u64,
@@ -85,20 +84,20 @@ impl Drop for Leftovers {
 pub(super) enum CallInput {
     Host(SharedBuffer),
     AsyncBuffer {
-        /// A registered use of the async buffer.
+        /// A registered use of the input's async buffer.
         slot: BufferUse,
         /// The number of the operation that fills the buffer.
         op: u64,
     },
-    /// An array that is donated to this call. Later readers of it get a failure.
+    /// An array that is donated to this call. Later uses of the array fail.
     Donated(ArrayHandle),
 }
 
 pub(super) type CallResult<T> = std::result::Result<T, Arc<Failure>>;
 
 impl<K: Kernel> DeviceCall<K> {
-    /// Stores the inputs and the issued part, and returns the call as a job for the device's queue.
-    /// Runs nothing.
+    /// Stores the inputs and `issued`, and returns the call as a job for the device's queue. Does
+    /// not run the kernel.
     pub(super) fn issue(
         mut self: Box<Self>,
         issued: IssuedCall<K>,
@@ -111,7 +110,7 @@ impl<K: Kernel> DeviceCall<K> {
         self
     }
 
-    /// Blocks until the inputs have arrived, then runs the kernel and leaves the filled outputs in
+    /// Blocks until the inputs have arrived, runs the kernel, and leaves the filled outputs in
     /// `self.outputs`. Fails if an input, the memory or the kernel fails.
     fn compute(
         &mut self,
@@ -163,8 +162,8 @@ impl<K: Kernel> DeviceCall<K> {
         ran
     }
 
-    /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, resolves the outputs
-    /// with values or the failure, and releases this device's guard of the operation.
+    /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, and resolves the
+    /// outputs with values or the failure. Then releases this device's guard of the operation.
     fn run_here(mut self: Box<Self>, issued: IssuedCall<K>) {
         let IssuedCall {
             bound,
@@ -214,7 +213,8 @@ impl<K: Kernel> DeviceCall<K> {
         drop(context);
     }
 
-    /// Takes the outputs out as buffers, in order. Objects move into their cells.
+    /// Takes the outputs as buffers, in order. A new object becomes a buffer that leads to its
+    /// object cell.
     pub(super) fn results<'a>(
         &'a mut self,
         call: &RunningCall<'a, K>,
@@ -288,8 +288,8 @@ impl<K: Kernel> Default for DeviceCall<K> {
     }
 }
 
-/// An input that was taken before it was filled. If the work that fills it fails, the call fails
-/// too.
+/// An input that the call took before it was filled. If the work that fills it fails, the call
+/// fails too.
 pub(super) enum Unfilled {
     Use(BufferUse),
     Donated(ArrayHandle),
@@ -299,29 +299,30 @@ pub(super) enum Unfilled {
 pub(super) enum Fill {
     /// Undefined contents.
     Anything,
-    /// The values that the memory already has: the output took over an input's memory.
+    /// The present values of the memory, which the output has taken over from an input.
     Own,
     /// Values copied from an input.
     From {
         input: SharedBuffer,
-        /// Index of the input among the inputs.
+        /// Index of the input among the call's inputs.
         index: usize,
     },
 }
 
 pub(super) type ReservedMemory = CallResult<Reservation>;
 
-/// The reason why a call fails because of its objects.
+/// The reason why a call fails because of an object that its kernel should have made, or that is
+/// too large.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 enum ObjectError {
     #[error(transparent)]
     TooLarge(#[from] ObjectTooLarge),
-    /// The kernel has left out the object of an output.
+    /// The kernel has not made the object that is one of its outputs.
     #[error("it has not made the object of its output {output}")]
     Missing { output: usize },
 }
 
-/// One call on one device: its kernel and plan, device, operation number, source line and label.
+/// A call in progress on one device.
 pub(super) struct RunningCall<'a, K: Kernel> {
     pub(super) bound: &'a Bound<K>,
     pub(super) seat: &'a DeviceBinding,
@@ -331,7 +332,7 @@ pub(super) struct RunningCall<'a, K: Kernel> {
 }
 
 impl<'a, K: Kernel> RunningCall<'a, K> {
-    /// Returns the call on the device with this index among the plan's seats.
+    /// Creates the view of a call on the device at index `seat` of the plan's `seats`.
     pub(super) fn new(
         bound: &'a Bound<K>,
         seat: usize,
@@ -396,8 +397,8 @@ impl<'a, K: Kernel> RunningCall<'a, K> {
             .map_err(|why| self.failure(&why))
     }
 
-    /// Returns an error if the kernel has left out an object, or if an object reports more bytes
-    /// than declared.
+    /// Returns an error if the kernel has not made a declared object, or if an object reports more
+    /// bytes than declared.
     fn check_objects(
         &self,
         inputs: &[Option<SharedBuffer>],
@@ -418,8 +419,8 @@ impl<'a, K: Kernel> RunningCall<'a, K> {
         Ok(())
     }
 
-    /// Allocates `bytes` of host staging memory, from which accelerators copy. Fails if there is no
-    /// memory.
+    /// Allocates `bytes` of host staging memory, the source of copies to accelerators. Fails if
+    /// there is no memory.
     pub(super) fn staging(&self, bytes: usize) -> CallResult<OwnedBuffer> {
         let runtime = self.runtime();
         runtime
@@ -428,8 +429,8 @@ impl<'a, K: Kernel> RunningCall<'a, K> {
             .map_err(|error| runtime.out_of_memory(self.op, &error))
     }
 
-    /// Creates the failure of this kernel for the reason `why`. The message has kernel, operation,
-    /// label, line and device.
+    /// Creates the failure of this call for the reason `why`. The message names kernel, operation,
+    /// label, source line and device.
     pub(super) fn failure(&self, why: &dyn fmt::Display) -> Arc<Failure> {
         let Self {
             bound,
@@ -454,10 +455,11 @@ impl<'a, K: Kernel> RunningCall<'a, K> {
     }
 }
 
-/// Blocks until all inputs have arrived and moves their buffers to `arrived`. Returns the operation
-/// of the last input that was not there yet, or `None`. Fails with the first input that failed.
+/// Blocks until all inputs have arrived, and moves their buffers to `arrived`. Returns the
+/// operation that filled the last input it had to wait for, or `None` without a wait. Fails with
+/// the first failed input.
 ///
-/// The wait ends: every input is made by an operation with a lower number.
+/// The wait always ends, because each input is made by an operation with a lower number.
 fn wait_for_inputs(
     inputs: &mut Vec<CallInput>,
     arrived: &mut Vec<Option<SharedBuffer>>,
@@ -490,12 +492,12 @@ fn wait_for_inputs(
     Ok(last)
 }
 
-/// Returns the cell of the object at this index of the inputs.
+/// Returns the object cell of the input at this index.
 fn cell_of(inputs: &[Option<SharedBuffer>], index: usize) -> Option<&ObjectCell> {
     inputs.get(index)?.as_ref().and_then(ObjectCell::of)
 }
 
-/// Makes later calls with these objects fail with the failure of this one.
+/// Marks objects as failed with `failure`, so that later calls with them fail with it.
 pub(super) fn poison_objects(objects: &[AsyncBuffer], failure: &Arc<Failure>) {
     for object in objects {
         if let Some(Ok(buffer)) = object.peek_issued()
@@ -506,10 +508,12 @@ pub(super) fn poison_objects(objects: &[AsyncBuffer], failure: &Arc<Failure>) {
     }
 }
 
-/// Moves the memory of objects to `held`. Allocates the outputs and passes each to `give`, in
-/// order, with its initial contents. An output that updates a donated input takes over the input's
-/// memory if no one else uses it. An output that updates another input is new memory, to be filled
-/// from the input. Removes those inputs from `inputs`. Fails if there is no memory.
+/// Allocates the outputs, and passes each to `give`, in order, with its initial contents. Moves the
+/// memory for new objects to `held`.
+///
+/// An output that updates a donated input takes over that input's memory if nothing else uses it.
+/// An output that updates another input gets new memory, to be filled from the input. Removes these
+/// inputs from `inputs`. Fails if there is no memory.
 pub(super) fn prepare_outputs<K: Kernel>(
     call: &RunningCall<'_, K>,
     inputs: &mut [Option<SharedBuffer>],
@@ -588,8 +592,8 @@ pub(super) fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &ShardI
     );
 }
 
-/// Byte that fills outputs in debug builds, so that an output that the kernel leaves out shows. All
-/// ones is a NaN in every float type.
+/// The byte that fills outputs before the kernel runs, in debug builds. It makes an output visible
+/// that the kernel does not write: all ones is a NaN in every float type.
 pub(super) const POISON: Option<u8> = if cfg!(debug_assertions) {
     Some(0xff)
 } else {

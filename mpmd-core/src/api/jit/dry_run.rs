@@ -4,8 +4,8 @@ use super::plan::CallPlan;
 use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 impl CallPlan {
-    /// Returns the descriptor of the call for the plan of a dry run: its results and messages on
-    /// all devices of all processes.
+    /// Returns the descriptor of the call for a dry run: its results and messages on all devices of
+    /// all processes.
     pub(super) fn descriptor(&self) -> OpDescriptor {
         let results = self.outputs.iter().enumerate().map(|(index, output)| {
             let memory = match output.alias {

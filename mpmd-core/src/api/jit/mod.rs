@@ -36,11 +36,11 @@ use warm::Warm;
 /// Maximum number of call plans that a [`Jit`] keeps. A further plan replaces the oldest.
 const PLANS_KEPT: usize = 8;
 
-/// State that a [`Jit`] keeps between calls.
+/// The plans and lists that a [`Jit`] keeps between calls.
 struct KeptPlans<K: Kernel> {
     plans: Vec<Arc<Bound<K>>>,
     lists: CallLists,
-    /// The kernel on devices that recompute its calls.
+    /// The check kernels of the devices that recompute this kernel's calls.
     checkers: Vec<Arc<Checker<K>>>,
 }
 
@@ -55,7 +55,8 @@ impl<K: Kernel> Default for KeptPlans<K> {
 }
 
 impl<K: Kernel> KeptPlans<K> {
-    /// Returns a kept plan for these leaves. `fits` is true for the structure of their tree.
+    /// Returns a kept plan that fits these leaves, if any. `fits` returns true for the structure of
+    /// the leaves' tree.
     fn known_plan(
         &self,
         leaves: &[&MpmdArray],
@@ -72,14 +73,14 @@ impl<K: Kernel> KeptPlans<K> {
     }
 }
 
-/// The plan for the leaves of a call.
+/// A kept plan that fits the leaves of a call.
 struct KnownPlan<K: Kernel> {
     bound: Arc<Bound<K>>,
-    /// The number of leading leaves that are the same as in the plan's last calls.
+    /// The number of leading leaves that are the same arrays as in the plan's last calls.
     same: usize,
 }
 
-/// Empty lists, kept so that the next call reuses their capacity.
+/// Empty lists that are kept, so that the next call reuses their memory.
 #[derive(Default)]
 struct CallLists {
     leaves: Vec<&'static MpmdArray>,
@@ -93,22 +94,22 @@ struct PreparedCalls {
     calls: Vec<QueuedCall>,
 }
 
-/// The async buffers of a device's parts of the outputs.
+/// The async buffers of all outputs' shards on one device.
 struct DeviceSlots {
     device: DeviceId,
     buffers: AsyncBuffers,
 }
 
-/// The job of a call on a device.
+/// The job that runs a call on the device with index `local_index`.
 struct QueuedCall {
     local_index: usize,
     job: Job,
 }
 
 impl PreparedCalls {
-    /// Queues the jobs on their devices, and empties the lists, which keep their capacity. This is
-    /// the last part of a call: from then on the devices' threads write to cache lines that this
-    /// thread has just written.
+    /// Queues the jobs on their devices, and empties the lists without freeing their memory. Must
+    /// come last in a call: device threads then write to cache lines that this thread has just
+    /// written.
     fn start(&mut self, runtime: &Runtime) {
         for QueuedCall { local_index, job } in self.calls.drain(..) {
             runtime.run_on(local_index, job);
@@ -161,7 +162,7 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// Accepts partial sums at this path, and below it, without a declaration by
+    /// Accepts partial sums in the inputs at and below this path, without a declaration by
     /// [`inputs`](Self::inputs).
     pub(crate) fn partial_sums(mut self, path: &'static str) -> Self {
         self.partial_sums = Some(path);
@@ -175,17 +176,17 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// Donates the input at this path, or all inputs below it, with each call. The array is then
-    /// unusable for every clone. The output that the kernel's signature aliases to it takes over
-    /// its memory. Host values are copied instead, and stay usable. A path that names no input
-    /// makes each call an error.
+    /// Donates the input at this path, or all inputs below it, with each call. The donated array
+    /// and all its clones become unusable. If the signature aliases an output to the input, that
+    /// output takes over the input's memory. Host values are copied instead, and stay usable. If
+    /// the path names no input, each call is an error.
     pub fn donate(mut self, path: impl Into<String>) -> Self {
         self.donate.push(path.into());
         self
     }
 
-    /// Builds the bound kernel, and compiles its code for CUDA devices of this process. A call
-    /// fails if that has failed.
+    /// Builds the bound kernel, and starts to compile its code for this process's CUDA devices. If
+    /// the compilation fails, each call fails.
     ///
     /// # Errors
     ///
@@ -226,11 +227,11 @@ impl<K: Kernel> JitBuilder<K> {
 pub struct Jit<K: Kernel> {
     kernel: Arc<K>,
     /// The program that created this kernel. Calls with another program fail, because the plans are
-    /// for this one's devices.
+    /// for this program's devices.
     program: Weak<Runtime>,
     mesh: Mesh,
     inputs: Option<PrefixTree<Sharding>>,
-    /// The path of inputs that may be partial sums without being declared in `inputs`.
+    /// The path of inputs that may be partial sums although `inputs` does not declare them.
     partial_sums: Option<&'static str>,
     outputs: PrefixTree<Sharding>,
     donate: Vec<String>,
@@ -239,10 +240,12 @@ pub struct Jit<K: Kernel> {
 }
 
 impl<K: Kernel> Jit<K> {
-    /// Queues the kernel on this process's devices of the mesh and returns handles to its outputs.
-    /// Each device runs the kernel once its inputs are ready. Does not wait for the kernel, but may
-    /// block while the program is too far ahead or memory is short. If this process owns none of
-    /// the mesh's devices, the outputs are fully remote handles.
+    /// Queues the kernel on this process's devices of the mesh, and returns handles to its outputs.
+    /// Each device runs the kernel once its inputs are ready.
+    ///
+    /// Does not wait for the kernel, but may block while the program is too far ahead or memory is
+    /// short. If this process owns none of the mesh's devices, the outputs are fully remote
+    /// handles.
     ///
     /// Every device gets the whole of an uncommitted input.
     ///
@@ -263,7 +266,7 @@ impl<K: Kernel> Jit<K> {
         &self.mesh
     }
 
-    /// Calls the kernel as [`Jit::call`] does, for the source line `at`.
+    /// Calls the kernel as [`Jit::call`] does, and records `at` as the source line of the call.
     pub(crate) fn call_at(
         &self,
         program: &mut Program,
@@ -311,9 +314,8 @@ impl<K: Kernel> Jit<K> {
         Ok(y)
     }
 
-    /// Calls the kernel as [`Jit::call`] does, on the leaves of a tree of this structure. Returns
-    /// (structure of the outputs, their leaves). Builds no tree of a type unless the call has new
-    /// shapes.
+    /// Calls the kernel as [`Jit::call`] does, on the leaves of an erased tree. Returns (structure
+    /// of the outputs, their leaves). Builds a typed tree only if the call has new shapes.
     #[track_caller]
     pub(crate) fn call_leaves(
         &self,
@@ -359,8 +361,8 @@ impl<K: Kernel> Jit<K> {
         Ok((bound.plan.output_structure.clone(), arrays))
     }
 
-    /// Checks a call on these leaves, which fit the plan, and issues it. Returns its number. `same`
-    /// leading leaves are those of the plan's last calls.
+    /// Checks and issues a call on leaves that fit the plan. Returns its operation number. The
+    /// first `same` leaves are the same arrays as in the plan's last calls.
     fn issue_checked(
         &self,
         program: &mut Program,
@@ -418,11 +420,11 @@ impl<K: Kernel> Jit<K> {
     }
 }
 
-/// The way in which a call gets its number and its hash.
+/// The source of a call's operation number and hash.
 enum Numbering<'a> {
-    /// The next number. `inputs` is the hash of all inputs.
+    /// A new call takes the next number. `inputs` is the hash of all inputs.
     New { inputs: Rolling },
-    /// The number and hash of an operation that a replay issues again.
+    /// A replay gives the call its number and hash.
     Replayed(Replayed<'a>),
 }
 
@@ -471,7 +473,7 @@ fn issue<K: Kernel>(
 }
 
 /// Reserves memory for new outputs on each of this process's devices in the mesh, which may block.
-/// Adds the async buffers of all outputs and the device's job to `prepared`.
+/// Adds each device's output buffers and job to `prepared`.
 fn prepare<K: Kernel>(
     prepared: &mut PreparedCalls,
     program: &Program,

@@ -22,10 +22,12 @@ use mpmd_layout::topology::DeviceId;
 use mpmd_proto::Failure;
 
 impl<K: Kernel> DeviceCall<K> {
-    /// Issues the call's work on the device's stream and returns without waiting for the work. When
-    /// the work is over, another thread ends the outputs. Blocks until the inputs are issued
-    /// (inputs on the host: filled) and the kernel's code is compiled. Blocks for memory only as
-    /// calls on CPU devices do. A failure resolves the outputs with it.
+    /// Issues the call's work on the device's stream, and returns without waiting for the work.
+    /// Another thread resolves the outputs when the work is over.
+    ///
+    /// Blocks until the inputs are issued (inputs on the host: filled) and the kernel's code is
+    /// compiled. Blocks for memory only as calls on CPU devices do. A failure resolves the outputs
+    /// as failed.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: IssuedCall<K>) {
         let IssuedCall {
             bound,
@@ -119,7 +121,7 @@ impl<K: Kernel> DeviceCall<K> {
         }));
     }
 
-    /// Fails the call: its outputs, later calls with its objects, and the devices that wait for it
+    /// Fails the call's outputs, later calls with its objects, and devices that wait for this one
     /// in a collective.
     fn fail(
         &mut self,
@@ -137,9 +139,9 @@ impl<K: Kernel> DeviceCall<K> {
         resolvers.fail(failure);
     }
 
-    /// Blocks until each input is issued, or filled if it is on the host, and moves its buffer to
-    /// `arrived`. Returns the operation of the last input that was not filled by then, or `None`.
-    /// Fails with the first input that failed.
+    /// Blocks until each input is issued (inputs on the host: filled), and moves its buffer to
+    /// `arrived`. Returns the operation of the last input that was not filled then, or `None`.
+    /// Fails with the first failed input.
     fn take_inputs(&mut self, gpu: &Gpu, call: &RunningCall<'_, K>) -> CallResult<Option<u64>> {
         let Self {
             inputs,
@@ -197,7 +199,7 @@ impl<K: Kernel> DeviceCall<K> {
     }
 
     /// Takes the inputs, allocates the outputs, and waits for the kernel's code. Returns the
-    /// operation of the last input that was not filled by then, or `None`.
+    /// operation of the last input that was not filled when it was taken, or `None`.
     fn prepare(
         &mut self,
         gpu: &Gpu,
@@ -294,11 +296,11 @@ impl<K: Kernel> DeviceCall<K> {
     }
 }
 
-/// An input that was not filled when it was taken.
+/// An input that the call took before it was filled.
 struct UnfilledBy {
-    /// The operation that fills it.
+    /// The number of the operation that fills the input.
     op: u64,
-    /// True if it ends together with the work that fills it.
+    /// True if the input's buffer completes exactly when the work that fills it ends.
     alone: bool,
     unfilled: Unfilled,
 }
@@ -309,12 +311,12 @@ struct WorkTrace {
     since: u64,
     /// The time at which the call began to issue its work.
     issuing: u64,
-    /// The operation of the last input that was not filled by then.
+    /// The operation of the last input that was not filled when it was taken.
     last: Option<u64>,
 }
 
 impl WorkTrace {
-    /// Records the run of the call's work in the log and in the trace.
+    /// Records the execution of the call's work in the log and in the trace.
     fn record<K: Kernel>(&self, call: &RunningCall<'_, K>, ended: &WorkOutcome) {
         let runtime = call.runtime();
         let local_index = call.seat.local_index;
@@ -338,8 +340,8 @@ impl WorkTrace {
     }
 }
 
-/// Returns an input's buffer. A buffer in device memory may still be unfilled. For one in host
-/// memory, blocks until it is filled, since the kernel may read it on the host.
+/// Returns an input's buffer. A buffer in device memory may still be unfilled. If the buffer is in
+/// host memory, blocks until it is filled, since the kernel may read it on the host.
 fn on_device_or_filled(
     buffer: SharedBuffer,
     slot: &AsyncBuffer,
@@ -351,8 +353,8 @@ fn on_device_or_filled(
     }
 }
 
-/// Orders the stream's next work behind the work that fills the inputs and the sources of `fills`,
-/// and behind all work on the outputs' memory. Does not block the thread.
+/// Makes the stream's next work wait for the work that fills the inputs and the sources of `fills`.
+/// It also waits for all work on the outputs' memory. Does not block the thread.
 fn come_after(
     turn: &StreamTurn<'_>,
     inputs: &[Option<SharedBuffer>],
@@ -373,7 +375,7 @@ fn come_after(
 }
 
 /// Issues the fills and copies that give the outputs their initial contents. Adds staging buffers
-/// to `staged`; they must live until the work is over.
+/// to `staged`; the caller keeps them until the work is over.
 fn fill<K: Kernel>(
     call: &RunningCall<'_, K>,
     stream: &RawStream,
@@ -415,8 +417,8 @@ fn check_object(object: &AsyncBuffer) -> CallResult<()> {
     failure.map_or(Ok(()), |failure| Err(failure.clone()))
 }
 
-/// Calls `then` once all of `unfilled` have ended, with `result` or, if that is a success, with a
-/// failure of one of them. Does not block; `then` may run on the thread that ends an input.
+/// Calls `then` once all of `unfilled` have ended. Passes `result`, or if that is a success, a
+/// failure among them. Does not block; `then` may run on another thread, which ends an input.
 fn settle<F: FnOnce(CallResult<()>) + Send + 'static>(
     mut unfilled: Vec<Unfilled>,
     device: DeviceId,

@@ -24,28 +24,30 @@ use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
 use mpmd_memory::BufferSizes;
 
-/// Maximum number of ended calls that a [`Bound`] keeps for reuse. A program that runs ahead has
-/// about as many calls queued.
+/// Maximum number of ended calls that a [`Bound`] keeps for reuse. About as many calls are queued
+/// when a program runs ahead.
 const MOST_SPARE: usize = 1024;
 
-/// Maximum number of donated inputs that are compared with each other input. More are sorted.
+/// Maximum number of donated inputs that are each compared with all other inputs. For more, the
+/// inputs are sorted instead.
 const FEW_DONATED: usize = 4;
 
 type PlanResult<T> = Result<T, IssueProblem>;
 
-/// A kernel with the plan of its calls. One object, so that a queued call holds one pointer.
+/// A kernel with the plan of its calls. Both are in one object, so that a queued call holds one
+/// pointer.
 pub(super) struct Bound<K: Kernel> {
     pub(super) kernel: Arc<K>,
     pub(super) plan: CallPlan,
     /// The results of compiling the kernel's code for CUDA devices.
     pub(super) warm: Arc<Warm>,
-    /// Ended calls without their buffers, for reuse.
+    /// Ended calls whose buffers are dropped, kept for reuse.
     #[expect(
         clippy::vec_box,
         reason = "the boxes themselves are reused: a queue takes them as they are"
     )]
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
-    /// Empty lists for replays.
+    /// Empty lists that replays reuse.
     pub(super) prepared: Mutex<PreparedCalls>,
     pub(super) unchanged: Mutex<UnchangedInputs>,
 }
@@ -62,7 +64,7 @@ impl<K: Kernel> Bound<K> {
         }
     }
 
-    /// Returns an empty call: one that was kept, or a new one.
+    /// Returns an empty call: a kept one, or a new one.
     pub(super) fn spare(&self) -> Box<DeviceCall<K>> {
         self.spare.lock().pop().unwrap_or_default()
     }
@@ -77,8 +79,8 @@ impl<K: Kernel> Bound<K> {
     }
 }
 
-/// The part of a call that depends only on its inputs' tree, shapes and shardings, and that later
-/// calls reuse.
+/// The part of a call that depends only on the tree, shapes and shardings of its inputs. Later
+/// calls reuse it.
 pub(super) struct CallPlan {
     pub(super) runtime: Arc<Runtime>,
     pub(super) inputs: Vec<InputPlan>,
@@ -86,37 +88,37 @@ pub(super) struct CallPlan {
     /// Indices of the donated inputs.
     donated: Vec<usize>,
     pub(super) outputs: Vec<OutputPlan>,
-    /// The properties of all outputs.
+    /// The properties of each output array: shape, sharding and layout.
     made: Arc<[Arc<Made>]>,
     pub(super) input_structure: Structure,
     pub(super) output_structure: Structure,
     pub(super) mesh: DeviceBindings,
-    /// The devices of the mesh that belong to this process.
+    /// This process's devices in the mesh, each with its part of the call.
     pub(super) seats: Vec<DeviceBinding>,
-    /// Bytes of all outputs on this process's devices, counted for the bound on running ahead.
+    /// Bytes of all outputs on this process's devices, which count for the run-ahead limit.
     pub(super) bytes: u64,
     pub(super) objects: ObjectPlan,
-    /// True if the job recomputes calls, and can recompute those of this plan.
+    /// True if the job recomputes calls and calls of this plan can be recomputed.
     pub(super) is_recomputable: bool,
     pub(super) fingerprint: u64,
     pub(super) what: Arc<CallWhat>,
     paths: Vec<String>,
-    /// Index of the call's descriptor in the plan of a dry run, once it is known.
+    /// Index of the call's descriptor in the dry run, once it is known.
     pub(super) known_descriptor: KnownDescriptor,
 }
 
-/// The objects of a call.
+/// The indices of a call's inputs and outputs that are objects.
 #[derive(Default)]
 pub(super) struct ObjectPlan {
     /// Indices of the inputs that are objects.
     pub(super) inputs: Vec<usize>,
     /// Indices of the outputs that are objects.
     pub(super) outputs: Vec<usize>,
-    /// The new objects with declared bytes, ascending by output.
+    /// The new objects with declared bytes, in ascending order of outputs.
     pub(super) bytes: Vec<OutputBytes>,
 }
 
-/// The declared bytes of a new object on each device.
+/// The declared bytes, on each device, of a new object.
 #[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct OutputBytes {
     /// Index of the output.
@@ -126,10 +128,10 @@ pub(super) struct OutputBytes {
 
 pub(super) struct InputPlan {
     aval: ShapedArray,
-    /// The properties of the array that the plan was made for; `None` for host values.
+    /// The properties of the input array for which the plan was made; `None` for host values.
     pub(super) made: Option<Arc<Made>>,
     pub(super) donated: bool,
-    /// True if an output is this input updated in place.
+    /// True if an output updates this input in place.
     pub(super) in_place: bool,
 }
 
@@ -138,7 +140,7 @@ impl InputPlan {
         self.made.as_ref().map(|made| &made.sharding)
     }
 
-    /// True if the array has the shape, dtype and sharding that the plan was made for.
+    /// True if the array has the shape, dtype and sharding for which the plan was made.
     fn fits(&self, leaf: &MpmdArray) -> bool {
         match (&self.made, &leaf.repr) {
             // Mostly arrays of the same operation of the step before.
@@ -153,7 +155,7 @@ impl InputPlan {
     }
 }
 
-/// Returns another input that is the same array as input `i`.
+/// Returns the index of another input that is the same array as input `i`, if any.
 fn twin(leaves: &[&MpmdArray], i: usize) -> Option<usize> {
     leaves
         .iter()
@@ -167,10 +169,11 @@ pub(super) struct OutputPlan {
     pub(super) alias: Option<usize>,
 }
 
-/// A device of this process that runs the kernel, with its position in the mesh and its shards.
+/// A device of this process that runs the kernel: its position in the mesh, and its shards of the
+/// inputs and outputs.
 pub(super) struct DeviceBinding {
-    /// Describes the call. A separate object for each device, so that device threads and the
-    /// program thread do not share a reference count.
+    /// Describes the call in messages. Each device has its own object, so that device threads and
+    /// the program thread share no reference count.
     pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(super) local_index: usize,
     pub(super) place: MeshPosition,
@@ -178,11 +181,11 @@ pub(super) struct DeviceBinding {
     pub(super) outputs: Vec<ShardInfo>,
     /// Size in bytes of each output that does not take over an input's memory, in order.
     pub(super) fresh: Vec<usize>,
-    /// Total size of these outputs and of the objects with declared bytes.
+    /// Total size of the outputs in `fresh` and of new objects with declared bytes.
     pub(super) reserved: BufferSizes,
 }
 
-/// Describes a call in messages: kernel, mesh, and the first four inputs.
+/// The description of a call in messages: kernel, mesh, and the first four inputs.
 pub(super) struct CallWhat {
     pub(super) name: String,
     mesh: Mesh,
@@ -190,7 +193,7 @@ pub(super) struct CallWhat {
 }
 
 impl CallWhat {
-    /// Describes a call of a kernel on these inputs.
+    /// Creates the description of a call on these inputs.
     fn of<K: Kernel>(jit: &Jit<K>, leaves: &[&MpmdArray]) -> Self {
         let inputs = leaves.iter().map(|leaf| match leaf.sharding() {
             Some(sharding) => match sharding.spec() {
@@ -221,7 +224,7 @@ impl fmt::Display for CallWhat {
 
 impl CallPlan {
     /// True if the inputs have the number, shapes, dtypes and shardings for which this plan was
-    /// made. The first `checked` inputs are known to have them.
+    /// made. The caller knows that the first `checked` inputs fit.
     pub(super) fn fits(&self, leaves: &[&MpmdArray], checked: usize) -> bool {
         let others = || self.inputs.iter().zip(leaves).skip(checked);
         self.inputs.len() == leaves.len() && others().all(|(input, leaf)| input.fits(leaf))
@@ -255,8 +258,8 @@ impl CallPlan {
         }
     }
 
-    /// Returns (the first donated input that is the same array as another input, the other input).
-    /// Takes time in proportion to the number of inputs, for calls that donate many.
+    /// Finds the first donated input that is the same array as another input. Returns the indices
+    /// of both. Takes linear time, for calls that donate many inputs.
     fn first_twins(&self, leaves: &[&MpmdArray]) -> Option<(usize, usize)> {
         let mut origins: Vec<(u64, u32)> = leaves.iter().filter_map(|leaf| leaf.origin()).collect();
         origins.sort_unstable();
@@ -271,8 +274,8 @@ impl CallPlan {
             .flatten()
     }
 
-    /// While a step is captured, returns an error if the call donates an array that the step
-    /// neither made nor has as an input.
+    /// Returns an error if a captured step calls the kernel and the call donates an array from
+    /// outside the step. Arrays that the step made or has as inputs may be donated.
     pub(super) fn check_given_up(
         &self,
         program: &Program,
@@ -290,8 +293,8 @@ impl CallPlan {
         program.check_given_up(&donated)
     }
 
-    /// Marks the arrays that this call donates as donated to operation `op`, so that every later
-    /// use of them fails.
+    /// Marks the arrays that this call donates as donated to operation `op`. Later uses of them
+    /// fail.
     pub(super) fn donate(&self, leaves: &[&MpmdArray], op: u64, at: &'static Location<'static>) {
         for index in &self.donated {
             if let Repr::Placed(placed) = &leaves[*index].repr {
@@ -300,8 +303,8 @@ impl CallPlan {
         }
     }
 
-    /// Returns handles to the outputs of operation `op`. Takes the async buffers of their local
-    /// shards from `slots`, which has those of each local device.
+    /// Returns handles to the outputs of operation `op`. Takes the async buffers of local shards
+    /// from `slots`, which has a list for each local device.
     pub(super) fn arrays(
         &self,
         slots: &mut [DeviceSlots],
@@ -442,7 +445,7 @@ impl CallPlan {
     }
 }
 
-/// Returns the plans of the outputs with these shapes, in the shardings of the kernel.
+/// Returns the plans of outputs with these shapes, in the kernel's output shardings.
 fn output_plans<K: Kernel>(
     jit: &Jit<K>,
     runtime: &Arc<Runtime>,
@@ -474,8 +477,8 @@ fn output_plans<K: Kernel>(
     Ok(outputs)
 }
 
-/// Returns the plans of the inputs, of which none is updated in place yet. Fails if the kernel
-/// donates a path that no input has.
+/// Returns the plans of the inputs, with `in_place` false. Fails if the kernel donates a path that
+/// no input has.
 fn input_plans<K: Kernel>(
     jit: &Jit<K>,
     paths: &[String],
@@ -501,7 +504,7 @@ fn input_plans<K: Kernel>(
     Ok(inputs.collect())
 }
 
-/// Returns the bytes of all outputs and new objects on this process's devices.
+/// Returns the total bytes of all outputs and new objects on this process's devices.
 fn bytes_here(seats: &[DeviceBinding], objects: &ObjectPlan) -> u64 {
     let held: u64 = objects.bytes.iter().map(|object| object.bytes).sum();
     let bytes = seats
@@ -599,8 +602,8 @@ impl ObjectPlan {
     }
 }
 
-/// Returns an error unless every sharding of the prefix is on exactly the mesh's devices and in
-/// device memory.
+/// Returns an error unless every sharding in the prefix tree covers exactly the mesh's devices and
+/// is in device memory.
 pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> PlanResult<()> {
     match prefix {
         PrefixTree::Node(branches) => branches
@@ -698,7 +701,7 @@ fn check_inputs<K: Kernel>(
     Ok(())
 }
 
-/// Returns the property of a sharding that a kernel must declare to accept it: partial sums or host
+/// Returns the property of a sharding that a kernel accepts only if declared: partial sums or host
 /// memory. `None` for other shardings.
 fn unusual(sharding: &Sharding) -> Option<&'static str> {
     if !sharding.unreduced_axes().is_empty() {
@@ -710,8 +713,8 @@ fn unusual(sharding: &Sharding) -> Option<&'static str> {
     }
 }
 
-/// Returns an error if the output cannot be the input updated in place, or if one of them is
-/// aliased already.
+/// Returns an error if the output cannot be the input updated in place, or if either has another
+/// alias already.
 fn check_alias(
     input: &InputPlan,
     leaf: &MpmdArray,
@@ -747,7 +750,7 @@ fn check_alias(
     )))
 }
 
-/// The inputs and outputs of a call, from which the binding of each device is made.
+/// The inputs and outputs of a call, from which the binding of each device is computed.
 struct SeatPlanner<'a> {
     what: &'a Arc<CallWhat>,
     mesh: &'a DeviceBindings,
@@ -759,8 +762,8 @@ struct SeatPlanner<'a> {
 }
 
 impl SeatPlanner<'_> {
-    /// Returns the binding of a device of this process. Fails if the mesh lacks the axis of a
-    /// collective.
+    /// Returns the binding of a device of this process. Fails if a collective's axis is not in the
+    /// mesh.
     fn seat(&self, local_index: usize, device: DeviceId) -> PlanResult<DeviceBinding> {
         let mesh = self.mesh;
         let groups = mesh
@@ -812,8 +815,8 @@ impl SeatPlanner<'_> {
     }
 }
 
-/// Returns the devices that run a collective together with `device`, with `device`'s rank among
-/// them. Fails if the mesh lacks the collective's axis.
+/// Returns the devices that run a collective together with `device`, and the rank of `device` among
+/// them. Fails if the collective's axis is not in the mesh.
 fn group(
     device: DeviceId,
     mesh: &Mesh,

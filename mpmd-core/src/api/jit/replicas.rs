@@ -13,13 +13,13 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::{DeviceId, Mesh};
 
-/// The mesh axis over the devices of an output.
+/// Name of the only axis of a mesh over the devices of an output.
 const DEVICE: &str = "device";
 
 impl Program {
-    /// With [`Builder::check_replicas`](crate::Builder::check_replicas), issues the comparison of
-    /// the replicas of these outputs, (path, array), of kernel `kernel`. A difference fails the
-    /// job.
+    /// Issues the comparison of the replicas of the outputs of kernel `kernel`, given as (path,
+    /// array). Does nothing without [`Builder::check_replicas`](crate::Builder::check_replicas). A
+    /// difference fails the job.
     pub(super) fn check_replicas<'a>(
         &mut self,
         kernel: &str,
@@ -101,7 +101,7 @@ impl Program {
     }
 }
 
-/// Hashes each device's part of an array.
+/// The kernel that hashes each device's shard of an array.
 struct HashPart {
     devices: usize,
 }
@@ -129,22 +129,23 @@ impl Kernel for HashPart {
     }
 }
 
-/// Compares the hashes of equal parts.
+/// The kernel that compares the hashes of replicas.
 struct Replicas {
-    /// The output, for messages.
+    /// The name of the output in messages.
     output: String,
-    /// The part of each device.
+    /// The devices of the output, each with its region.
     parts: Vec<DevicePart>,
 }
 
-/// A device and its part of an array.
+/// A device and its region of an array.
 struct DevicePart {
     device: DeviceId,
     region: Region,
 }
 
 impl Replicas {
-    /// Returns (place of the first device, place of another device) for devices with the same part.
+    /// Returns (index of the first device, index of another device) for each pair with the same
+    /// region.
     fn pairs(&self) -> impl Iterator<Item = (usize, usize)> {
         (1..self.parts.len()).filter_map(|place| {
             let same = |part: &DevicePart| part.region == self.parts[place].region;

@@ -15,26 +15,28 @@ use crate::error::IssueProblem;
 use crate::exec::array::{MpmdArray, Repr, WeakHandle};
 use crate::exec::{Rolling, Runtime};
 
-/// Minimum number of inputs that are noted as unchanged.
+/// Minimum number of leading inputs that are remembered as unchanged.
 const FEWEST: usize = 4;
 
-/// The leading inputs that the last calls of a plan had in common.
+/// The leading inputs that were the same arrays in the last calls of a plan.
 #[derive(Default)]
 pub(super) struct UnchangedInputs {
-    /// Handles that keep no memory of a device alive. Their addresses are not reused.
+    /// Weak handles of the inputs. They keep no device memory alive, but their addresses are not
+    /// reused.
     leaves: Vec<WeakHandle>,
-    /// Hash of the words of `leaves`.
+    /// Hash of the identities of `leaves`, as 64-bit words.
     hash: Rolling,
-    /// The runtime's count of watched donations when `leaves` were last found usable.
+    /// The runtime's `watched_donations` when all `leaves` were last known to be usable.
     donations: u64,
-    /// Words of the other inputs of the last call.
+    /// Identity words of the other inputs of the last call.
     others: Vec<u64>,
-    /// An empty list, kept for its capacity.
+    /// An empty list, kept so that its memory is reused.
     words: Vec<u64>,
 }
 
 impl UnchangedInputs {
-    /// Returns the number of leading inputs that are the same as before. They fit the plan.
+    /// Returns the number of leading inputs that are the same as in the last calls. These inputs
+    /// fit the plan.
     pub(super) fn count(&self, leaves: &[&MpmdArray]) -> usize {
         let same = |(known, leaf): &(&WeakHandle, &&MpmdArray)| match &leaf.repr {
             Repr::Placed(placed) => known.is(placed),
@@ -43,8 +45,8 @@ impl UnchangedInputs {
         self.leaves.iter().zip(leaves).take_while(same).count()
     }
 
-    /// Returns the hash of the inputs' words, and notes the inputs for the next call. `known` is
-    /// their [`count`](Self::count).
+    /// Returns the hash of the inputs' identities, and remembers the inputs for the next call.
+    /// `known` is the result of [`count`](Self::count).
     ///
     /// Returns an error if an input was donated or belongs to another program.
     pub(super) fn check(
@@ -81,8 +83,8 @@ impl UnchangedInputs {
         Ok(self.others.iter().copied().fold(self.hash, Rolling::mix))
     }
 
-    /// Notes the inputs of a call, of which `known` are unchanged. `self.words` has the words of
-    /// the other inputs.
+    /// Remembers the inputs of a call, the first `known` of which are unchanged. `self.words` has
+    /// the identity words of the other inputs.
     fn note(&mut self, leaves: &[&MpmdArray], known: usize) {
         let Self { words, others, .. } = &*self;
         let same = match known == self.leaves.len() {

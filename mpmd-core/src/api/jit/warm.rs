@@ -5,19 +5,20 @@ use crate::kernel::Kernel;
 use mpmd_device::accelerator::DeviceError;
 use mpmd_layout::topology::Mesh;
 
-/// The compilations of a bound kernel, for each of this process's accelerators in the mesh.
+/// The compilations of a bound kernel's CUDA code, one for each accelerator of this process in the
+/// mesh.
 #[derive(Default)]
 pub(super) struct Warm(Vec<Compilation>);
 
-/// The compilation of a kernel for a device.
+/// The compilation of a kernel's CUDA code for one device.
 struct Compilation {
     local_index: usize,
     result: Result<(), DeviceError>,
 }
 
 impl Warm {
-    /// Compiles the kernel's CUDA code for this process's accelerators in the mesh. Asks the kernel
-    /// for its sources only if there is such a device.
+    /// Starts to compile the kernel's CUDA code for this process's accelerators in the mesh. Calls
+    /// `Kernel::cuda` only if there are such devices.
     pub(super) fn start<K: Kernel>(kernel: &K, mesh: &Mesh, runtime: &Runtime) -> Self {
         let devices = runtime.devices.iter().enumerate();
         let ours = devices.filter(|(_, device)| mesh.devices().contains(&device.id));
@@ -33,8 +34,8 @@ impl Warm {
         Self(compiled.collect())
     }
 
-    /// Returns the result of the compilation for the device with this local index. The error is the
-    /// same for every call.
+    /// Returns the result of the compilation for the device with this local index. Repeated calls
+    /// return the same error.
     pub(super) fn result(&self, local_index: usize) -> Result<(), DeviceError> {
         let found = self.0.iter().find(|one| one.local_index == local_index);
         found.map_or(Ok(()), |one| one.result.clone())

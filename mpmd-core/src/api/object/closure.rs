@@ -65,7 +65,7 @@ where
     HostKernel::closure("method", Location::caller(), size_of::<F>() != 0, work)
 }
 
-/// Computes bytes from the inputs' global shapes.
+/// A function that computes the bytes of a new object from the inputs' global shapes.
 type BytesOf = Box<dyn Fn(&[&ShapedArray]) -> u64 + Send + Sync>;
 
 /// The closures of a [`method`], with their argument types.
@@ -77,8 +77,8 @@ pub struct MethodClosures<S, F, A, B> {
 }
 
 impl<S, F, A, B> HostKernel<MethodClosures<S, F, A, B>> {
-    /// Declares the bytes on each device of the object that a call makes, from the global shapes of
-    /// the inputs. They count until the object is dropped.
+    /// Declares the bytes, on each device, of the object that a call makes. `bytes` computes them
+    /// from the global shapes of the inputs. They count until the object is dropped.
     #[must_use]
     pub fn makes(self, bytes: impl Fn(&[&ShapedArray]) -> u64 + Send + Sync + 'static) -> Self {
         self.map_work(|work| MethodClosures {
@@ -139,16 +139,16 @@ where
     type Made = F::Made;
 }
 
-/// A closure over an object and typed views, inputs first. `A` is the type of a function with its
-/// arguments.
+/// A closure that takes an object and typed views, inputs first. `A` is a function type with the
+/// closure's arguments.
 pub trait RunMethod<A>: Send + Sync + 'static {
-    /// The type of the object.
+    /// The type of the object's value on each device.
     type Object: Send + 'static;
     /// The structure of the inputs.
     type In: Tree<Leaf = MpmdArray>;
     /// The structure of the outputs.
     type Out: Tree<Leaf = MpmdArray>;
-    /// The objects that a call makes.
+    /// The objects that a call of the method makes: `()`, or [`MadeObject`] for one.
     type Made: Makes;
     /// The dtypes of the inputs.
     const INPUTS: &'static [DType];
@@ -159,7 +159,8 @@ pub trait RunMethod<A>: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// If a view has another dtype or is in device memory, or the closure fails.
+    /// If a view has another dtype than its argument or is in device memory, or if the closure
+    /// fails.
     fn run(
         &self,
         object: &mut Self::Object,
@@ -168,17 +169,17 @@ pub trait RunMethod<A>: Send + Sync + 'static {
     ) -> Result<Self::Made>;
 }
 
-/// The values that a method's closure may return. Kernels have a trait of their own, so that the
-/// type of a bare `Err(…)` is known there.
+/// The values that a method's closure may return. Kernels have a trait of their own, so that type
+/// inference works for a bare `Err(…)`.
 pub trait MethodResult {
-    /// The objects that the call makes.
+    /// The objects that the call makes: `()`, or [`MadeObject`] for one.
     type Made: Makes;
 
     /// Returns the new objects, or the error of a closure that failed.
     ///
     /// # Errors
     ///
-    /// The closure's own.
+    /// The error that the closure returned.
     fn made(self) -> Result<Self::Made>;
 }
 
@@ -214,7 +215,7 @@ impl<T: Send + 'static> MethodResult for Result<MadeObject<T>> {
     }
 }
 
-/// Implements `RunMethod` for closures with these inputs and outputs.
+/// Implements `RunMethod` for closures with the given number of inputs and outputs.
 macro_rules! run_method {
     ([$($x:ident: $X:ident)*] [$($y:ident: $Y:ident)*]) => {
         impl<F, T, R, $($X,)* $($Y,)*>

@@ -14,32 +14,32 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Empty, PrefixTree, Tree};
 
-/// A kernel that is a method of an object: its first input is the object.
+/// A kernel whose first input is an object, which it may read and change.
 ///
-/// [`method`](super::method) makes one from closures. Implement this for a [`Kernel`] of
-/// your own that needs trees of arrays, collectives or CUDA. Such a kernel gets the object by
+/// [`method`](super::method) makes one from closures. Implement this trait for your own [`Kernel`]
+/// if it needs trees of arrays, collectives or CUDA. Such a kernel accesses the object by
 /// [`View::object`](crate::kernel::View::object).
 pub trait Method:
     Kernel<In = (MpmdArray, Self::Inputs), Out = (Self::Outputs, <Self::Made as Makes>::Tree)>
 {
     /// The type of the object's values.
     type Object: Send + 'static;
-    /// The structure of the other inputs.
+    /// The structure of the inputs other than the object.
     type Inputs: Tree<Leaf = MpmdArray>;
     /// The structure of the outputs.
     type Outputs: Tree<Leaf = MpmdArray>;
-    /// The objects that a call makes: `()`, or [`MadeObject`] for one.
+    /// The objects that a call makes: `()` for none, or [`MadeObject`] for one.
     type Made: Makes;
 }
 
-/// A new object that a method returns.
+/// A new object that a method's closure returns.
 pub struct MadeObject<T> {
     value: T,
     measure: Option<Measure>,
 }
 
 impl<T: Send + 'static> MadeObject<T> {
-    /// Returns `value` as a new object.
+    /// Wraps `value` as a new object.
     pub fn new(value: T) -> Self {
         Self {
             value,
@@ -47,7 +47,8 @@ impl<T: Send + 'static> MadeObject<T> {
         }
     }
 
-    /// Returns `value` as a new object. Its reported bytes are compared with the declared ones.
+    /// Wraps `value` as a new object. The bytes that it [reports](ObjectBytes) are compared with
+    /// the declared bytes.
     pub fn measured(value: T) -> Self
     where
         T: ObjectBytes,
@@ -61,22 +62,22 @@ impl<T: Send + 'static> MadeObject<T> {
 
 /// The objects that a call of a method makes. Implemented for `()` and [`MadeObject`].
 pub trait Makes: Sized + Send + 'static {
-    /// The structure of the new objects.
+    /// The structure of the new objects, as arrays.
     type Tree: Tree<Leaf = MpmdArray>;
-    /// The result of a call with outputs `Y`.
+    /// The return type of a call; `Y` is the type of the method's outputs.
     type Results<Y>;
 
-    /// Returns a shape for each new object.
+    /// Returns a placeholder shape for each new object.
     fn shapes() -> Shapes<Self::Tree>;
 
     /// Stores the new objects in the outputs of the kernel.
     ///
     /// # Errors
     ///
-    /// If the outputs are declared as numbers.
+    /// If the outputs are declared as arrays of numbers instead of objects.
     fn store(self, objects: ViewsMut<'_, Self::Tree>) -> Result<()>;
 
-    /// Returns the outputs with handles to the new objects.
+    /// Combines the outputs of a call with handles to its new objects.
     fn results<Y>(outputs: Y, objects: Self::Tree) -> Self::Results<Y>;
 }
 
@@ -139,7 +140,7 @@ pub struct MethodBuilder<M> {
 }
 
 impl<M: Method> MethodBuilder<M> {
-    /// Sets the mesh: that of the objects. Required.
+    /// Sets the mesh, which must be the mesh of the objects. Required.
     pub fn on(mut self, mesh: &Mesh) -> Self {
         self.mesh = Some(mesh.clone());
         self
@@ -157,8 +158,8 @@ impl<M: Method> MethodBuilder<M> {
         self
     }
 
-    /// Donates the input at this path, as [`JitBuilder::donate`] does. Paths do not count the
-    /// object.
+    /// Donates the input at this path, as [`JitBuilder::donate`] does. The object is not counted in
+    /// paths.
     pub fn donate(mut self, path: &str) -> Self {
         self.jit = self.jit.donate(below(1, path));
         self

@@ -46,16 +46,18 @@ pub struct MpmdObject<T> {
     object: PhantomData<fn() -> T>,
 }
 
-/// A value that reports its memory. The framework compares it with the declared bytes.
+/// A value that reports its use of memory, which the framework compares with the declared bytes.
 pub trait ObjectBytes {
-    /// Returns the bytes of memory that the value uses now.
+    /// Returns the bytes of memory that the value occupies at present.
     fn bytes(&self) -> u64;
 }
 
 impl Program {
-    /// Makes an object: `make` runs on the owners, once for each device of the mesh.
+    /// Makes an object: `make` creates its value for each device of the mesh, on the process that
+    /// owns the device.
     ///
-    /// Returns at once. `make` runs on the device's thread, in order with other operations there.
+    /// Returns at once. `make` runs on the device's thread, in order with other operations of the
+    /// device.
     ///
     /// # Errors
     ///
@@ -70,15 +72,16 @@ impl Program {
         self.object_at(mesh, make, 0, None, Location::caller())
     }
 
-    /// Makes an object as [`Program::object`] does. Its value takes `bytes` bytes on each device.
+    /// Makes an object as [`Program::object`] does, with `bytes` declared bytes on each device.
     ///
     /// The bytes count against the memory limit of the device, and in estimates of memory, until
     /// the object is dropped. A call fails if the value then [reports](ObjectBytes) more bytes than
-    /// were declared for it in all.
+    /// were declared for the object in total.
     ///
     /// # Errors
     ///
-    /// As for [`Program::object`]. If the device has no memory for it, each call with it fails.
+    /// As for [`Program::object`]. If the device has no memory for the object, each call with the
+    /// object fails.
     #[track_caller]
     pub fn object_of_bytes<T: ObjectBytes + Send + 'static>(
         &mut self,
@@ -121,7 +124,7 @@ impl Program {
 }
 
 impl<T> MpmdObject<T> {
-    /// Returns a handle to the object that a kernel has made.
+    /// Returns a handle to an object that a kernel has made as its output `array`.
     pub(crate) fn of(array: MpmdArray) -> Self {
         Self {
             array,
@@ -129,8 +132,8 @@ impl<T> MpmdObject<T> {
         }
     }
 
-    /// Returns the object as an array of [`ShapedArray::object`], which kernels take as an input
-    /// and read by [`View::object`](crate::kernel::View::object).
+    /// Returns the object as an array of shape [`ShapedArray::object`]. Kernels take it as an input
+    /// and access the value by [`View::object`](crate::kernel::View::object).
     pub fn array(&self) -> &MpmdArray {
         &self.array
     }
@@ -140,7 +143,7 @@ impl<T> MpmdObject<T> {
         self.array.is_fully_remote()
     }
 
-    /// Blocks until the values on this process are made, and returns the object itself.
+    /// Blocks until the values on this process are made, and returns `self`.
     ///
     /// # Errors
     ///
@@ -172,7 +175,7 @@ impl<T> fmt::Debug for MpmdObject<T> {
     }
 }
 
-/// The kernel that makes an object.
+/// The kernel that makes an object's value on each device.
 struct ObjectMaker<F> {
     make: F,
     bytes: u64,
@@ -209,12 +212,12 @@ where
     }
 }
 
-/// Returns the bytes that a value of type `T` reports; 0 for a value of another type.
+/// Returns the bytes that `value` reports if it is of type `T`, else 0.
 fn measure<T: ObjectBytes + 'static>(value: &(dyn std::any::Any + Send)) -> u64 {
     value.downcast_ref::<T>().map_or(0, ObjectBytes::bytes)
 }
 
-/// Returns a type's name without paths.
+/// Returns the name of a type without module paths.
 fn short_name<T>() -> &'static str {
     let name = std::any::type_name::<T>();
     let plain = name.split('<').next().unwrap_or(name);

@@ -9,10 +9,10 @@ use crate::error::Result;
 use crate::exec::Rolling;
 use mpmd_record::dry_run::{OpDescriptor, OpKind};
 
-/// Maximum bytes of text in one comparison, and so in its error message.
+/// Maximum bytes of text in one comparison, and so in an error message about it.
 const SHOWN: usize = 1000;
 
-/// A piece of text that is compared on all processes.
+/// A piece of text that all processes compare in one operation.
 struct ComparedText(String);
 
 impl fmt::Display for ComparedText {
@@ -22,8 +22,8 @@ impl fmt::Display for ComparedText {
 }
 
 impl Program {
-    /// Compares a text on all processes, such as a schedule or a setting that each has read from
-    /// its own file.
+    /// Compares a text on all processes. For instance, each process has read a schedule or a
+    /// setting from its own file.
     ///
     /// Takes one operation number for each piece of up to 1,000 bytes. Sends no message of its own
     /// and does not block. If the texts differ, the programs have diverged. Every process then gets

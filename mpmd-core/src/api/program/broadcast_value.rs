@@ -19,7 +19,7 @@ use crate::exec::{AsyncBuffer, Doing, Outgoing, Waiter};
 use mpmd_record::dry_run::{OpDescriptor, OpKind};
 use mpmd_record::trace::TraceEventKind;
 
-/// The description of a `broadcast_value` for messages.
+/// The description of a `broadcast_value` operation for messages.
 struct ValueBroadcast {
     from: ProcessId,
     value_type: &'static str,
@@ -38,10 +38,10 @@ impl fmt::Display for ValueBroadcast {
 impl Program {
     /// Computes a value with `f` on process `from`, and returns it on every process.
     ///
-    /// Use it if a fact known only to one process, such as a loss or a request, decides which
+    /// Use it if a fact known to only one process, such as a loss or a request, decides which
     /// operations the program issues. There is no other safe way. The other processes block until
     /// the value has arrived. Process `from` waits only if it is too far ahead. In a [dry
-    /// run](Program::is_dry_run) it returns `in_dry_run` and does not run `f`.
+    /// run](Program::is_dry_run) the call returns `in_dry_run` and does not run `f`.
     ///
     /// # Errors
     ///
@@ -57,7 +57,7 @@ impl Program {
         self.broadcast_value_at(from, in_dry_run, f, Location::caller())
     }
 
-    /// Broadcasts a value for the call at `at`.
+    /// Broadcasts a value. `at` is the source line of the call.
     fn broadcast_value_at<T: Serialize + DeserializeOwned>(
         &mut self,
         from: ProcessId,
@@ -105,18 +105,18 @@ impl Program {
         self.receive_value(from, op, at)
     }
 
-    /// Computes a value with `f` on each process, and returns all of them on every process, by the
-    /// processes' numbers.
+    /// Computes a value with `f` on each process, and returns the values of all processes on every
+    /// process, indexed by process.
     ///
-    /// Use it if a decision depends on a fact of each process, such as free memory or a result of
-    /// its own files. It issues one [`broadcast_value`](Self::broadcast_value) for each process in
-    /// turn, so it takes as many messages one after the other as the job has processes. In a [dry
-    /// run](Program::is_dry_run) each value is `in_dry_run`, and `f` does not run.
+    /// Use it if a decision depends on a fact of each process, such as its free memory or the
+    /// contents of its own files. It issues one [`broadcast_value`](Self::broadcast_value) for each
+    /// process, one after another. So it takes time in proportion to the number of processes. In a
+    /// [dry run](Program::is_dry_run) each value is `in_dry_run`, and `f` does not run.
     ///
     /// # Errors
     ///
     /// As for [`broadcast_value`](Self::broadcast_value). If `f` fails or panics on several
-    /// processes, the error is that of the lowest one, on every process.
+    /// processes, every process gets the error of the one with the lowest number.
     #[track_caller]
     pub fn gather_value<T: Clone + Serialize + DeserializeOwned>(
         &mut self,
@@ -139,8 +139,8 @@ impl Program {
         first_error.map_or(Ok(values), Err)
     }
 
-    /// Computes the value of operation `op` with `f`, and sends it to all other processes. If that
-    /// fails, fails the operation on all of them.
+    /// Computes the value of operation `op` with `f`, and sends it to all other processes. A
+    /// failure of `f` fails the operation on all processes.
     fn broadcast_own<T: Serialize>(
         &self,
         op: u64,
@@ -202,7 +202,7 @@ impl Program {
         }
     }
 
-    /// Waits for the value of operation `op` from process `from`.
+    /// Waits for the value that process `from` sends for operation `op`.
     fn receive_value<T: DeserializeOwned>(
         &self,
         from: ProcessId,

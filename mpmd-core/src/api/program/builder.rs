@@ -25,30 +25,33 @@ use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, LinkSpeeds, Topology};
 use mpmd_record::trace::TraceHeader;
 
-/// A layout is asked for numbers of processes up to this multiple of the number at the start.
+/// Factor of the first epoch's number of processes, up to which the layout function is called.
 const MOST_TIMES: usize = 4;
 
-/// In a small job, a layout is asked for numbers of processes up to this one.
+/// Minimum, in a small job, of the largest number of processes for which the layout function is
+/// called.
 const LEAST_ASKED: usize = 256;
 
-/// Returns the number of devices with which a program goes on with a number of processes, or the
-/// reason why it does not.
+/// A layout function: returns the number of devices that a program uses with a number of processes.
+/// An error is the reason why the program cannot run with that number.
 pub(crate) type LayoutFn = dyn Fn(usize) -> Result<usize, String> + Send + Sync;
 
-/// The reason why a program does not go on with a number of processes.
+/// The reason why a program cannot run with a number of processes.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum LayoutRefusal {
-    /// The layout gives this reason.
+    /// The layout function returned this reason.
     #[error("{0}")]
     Layout(String),
-    /// A process had no device, so it could have no part of the state.
+    /// The layout has fewer devices than processes. Each process needs a device for its part of the
+    /// state.
     #[error(
         "its layout has {devices} devices for {processes} processes, and each process needs one"
     )]
     FewDevices { devices: usize, processes: usize },
 }
 
-/// Returns the number of devices with which the program of a layout goes on with `size` processes.
+/// Returns the number of devices that the layout function gives for `size` processes. Fails if it
+/// refuses the number or leaves a process without a device.
 pub(crate) fn devices_of_size(layout: &LayoutFn, size: usize) -> Result<usize, LayoutRefusal> {
     let devices = layout(size).map_err(LayoutRefusal::Layout)?;
     match devices < size {
@@ -60,13 +63,13 @@ pub(crate) fn devices_of_size(layout: &LayoutFn, size: usize) -> Result<usize, L
     }
 }
 
-/// Settings of a [`Program`], with defaults that suit most.
+/// Settings of a [`Program`]. The defaults suit most programs.
 #[derive(Clone, Debug)]
 #[must_use = "a builder does nothing until it starts a program"]
 pub struct Builder {
     pub(super) devices: Option<usize>,
     devices_by_process: Option<Vec<usize>>,
-    /// The epoch of the job, from 1.
+    /// The number of the job's epoch, from 1.
     pub(super) epoch: u64,
     pub(super) peer_timeout: Option<Duration>,
     pub(super) spin: Option<Spin>,
@@ -85,10 +88,10 @@ pub struct Builder {
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
     pub(super) facts: Option<ProgramFacts>,
-    /// The sizes that later epochs of the job may have, ascending. Empty if all epochs have as many
-    /// processes as the first.
+    /// The numbers of processes and devices that later epochs of the job may have, ascending. Empty
+    /// if every epoch has as many processes as the first.
     pub(crate) sizes: Arc<[JobSize]>,
-    /// The numbers of processes that the layout refuses, each with its reason.
+    /// The numbers of processes that the layout function refuses, each with its reason.
     pub(super) refused_sizes: Arc<BTreeMap<u32, String>>,
 }
 
@@ -123,15 +126,16 @@ impl Default for Builder {
 
 impl Builder {
     /// Sets the number of devices of the whole job, spread evenly over its processes in order. The
-    /// default is one for each process, or the number from `mpmd run --devices-per-process`. A
+    /// default is one device for each process, or the number of `mpmd run --devices-per-process`. A
     /// number that differs from the launcher's is an error.
     pub fn devices(mut self, devices: usize) -> Self {
         self.devices = Some(devices);
         self
     }
 
-    /// Sets the number of devices of each process, in order, in place of [`Builder::devices`]. A
-    /// process may have none. The devices are numbered from 0 on, those of process 0 first.
+    /// Sets the number of devices of each process, in order, instead of [`Builder::devices`]. A
+    /// process may have none. Devices are numbered from 0 on, starting with the devices of process
+    /// 0.
     ///
     /// ```
     /// use mpmd_core::Program;
@@ -149,7 +153,7 @@ impl Builder {
     /// Sets the kinds of the devices. `kinds` has one kind for the devices of all processes, or one
     /// for the devices of each process, in order. The default is the value of `MPMD_DEVICE` or
     /// `mpmd run --device`, if the program joins a job or runs [from its
-    /// environment](Self::from_env); else [`DeviceKind::Cpu`].
+    /// environment](Self::from_env). Otherwise it is [`DeviceKind::Cpu`].
     ///
     /// A process finds the GPUs of its devices itself, see [`Topology::ordinals`]. It needs a CUDA
     /// driver only if it owns CUDA devices.
@@ -158,28 +162,27 @@ impl Builder {
         self
     }
 
-    /// Sets the path of collectives inside kernels on CUDA devices: by way of host memory, or by
+    /// Sets the path of collectives inside kernels on CUDA devices: through host memory, or by
     /// NCCL. The default is the value of `MPMD_CUDA_COLLECTIVES`, if the program joins a job or
-    /// runs [from its environment](Self::from_env); else [`CudaCollectives::Host`].
+    /// runs [from its environment](Self::from_env). Otherwise it is [`CudaCollectives::Host`].
     ///
-    /// With [`CudaCollectives::Nccl`], a process with CUDA devices needs NCCL and does not start
-    /// without it.
+    /// With [`CudaCollectives::Nccl`], a process with CUDA devices does not start without NCCL.
     pub fn cuda_collectives(mut self, way: CudaCollectives) -> Self {
         self.collectives = Some(way);
         self
     }
 
-    /// Sets the peer timeout. After this time an operation is reported as hanging, a missing
-    /// process is given up, and a silent peer counts as lost. The default is the launcher's value
-    /// (`mpmd run --peer-timeout`), else that of `MPMD_PEER_TIMEOUT`, else 60 seconds. Zero is an
-    /// error of the call that joins the job.
+    /// Sets the peer timeout. After this time an operation is reported as hanging, the job stops
+    /// waiting for a missing process, and a silent peer counts as lost. The default is the
+    /// launcher's value (`mpmd run --peer-timeout`), else `MPMD_PEER_TIMEOUT`, else 60 seconds.
+    /// Zero is an error of the call that joins the job.
     pub fn peer_timeout(mut self, peer_timeout: Duration) -> Self {
         self.peer_timeout = Some(peer_timeout);
         self
     }
 
     /// Sets the time for which a thread polls for messages before it sleeps, if the transport can
-    /// poll. Where the waiting threads drive the transport, it applies to them. The default is the
+    /// poll. If waiting threads drive the transport, the time applies to them. The default is the
     /// value of `MPMD_SPIN`, else [`Spin::Auto`].
     pub fn spin(mut self, spin: Spin) -> Self {
         self.spin = Some(spin);
@@ -200,78 +203,82 @@ impl Builder {
     }
 
     /// Sets the limit on the memory of arrays on each device, in bytes. An operation that needs
-    /// more waits for earlier ones to free memory, then fails. Host values that were put on a
-    /// device count there, even if the device shares their memory. The default is no limit.
+    /// more waits for earlier operations to free memory, and fails if that is not enough. Host
+    /// values that were put on a device count on this device, even if it shares their memory. The
+    /// default is no limit.
     pub fn device_memory(mut self, bytes: u64) -> Self {
         self.device_memory = Some(bytes);
         self
     }
 
     /// Sets the number of `device_put` plans that are kept for reuse: 4096 by default, 0 for none.
-    /// There is one plan for each combination of shape, dtype and both shardings.
+    /// Each combination of shape, dtype, source sharding and target sharding has its own plan.
     pub fn plan_cache(mut self, entries: usize) -> Self {
         self.plan_cache = entries;
         self
     }
 
-    /// Sets the host of each process, as a name or a number. The planner treats processes of one
-    /// host as neighbours, even if their real link is slower. The default is the host that each
-    /// process finds (the system's name, or `MPMD_HOST`). In a
-    /// [`Simulation`](crate::Simulation) the default is one host for all.
+    /// Sets the host of each process, as a name or a number. The planner prefers links within a
+    /// host, even if the real link is slower. By default each process finds its own host (the
+    /// system's name, or `MPMD_HOST`). In a [`Simulation`](crate::Simulation) the default is one
+    /// host for all.
     pub fn hosts<T: ToString>(mut self, hosts: &[T]) -> Self {
         self.hosts = Some(hosts.iter().map(ToString::to_string).collect());
         self
     }
 
-    /// Sets the costs of links between devices, for the planner. The same on all processes. The
-    /// default is rough figures of a common machine.
+    /// Sets the costs of links between devices, which the planner uses. Must be the same on all
+    /// processes. The defaults are rough figures of a common machine.
     pub fn links(mut self, links: LinkSpeeds) -> Self {
         self.links = Some(links);
         self
     }
 
-    /// Compares the replicas of each output of each kernel, and fails the job if two differ. It
-    /// costs two operations for each output with replicas. The same on
-    /// all processes. Off by default; `MPMD_CHECK=replicas` turns it on for a job.
+    /// Compares the replicas of each output of each kernel, and fails the job if two differ. Each
+    /// output with replicas costs two operations. Must be the same on all processes. Off by
+    /// default; `MPMD_CHECK=replicas` turns it on for a job.
     pub fn check_replicas(mut self, check: bool) -> Self {
         self.check_replicas = Some(check);
         self
     }
 
     /// Recomputes one kernel call in `every` on another process and compares the bits; 0 for none.
-    /// Off by default; `MPMD_CHECK=replay:N` turns it on for a job. The same on all processes.
+    /// Off by default; `MPMD_CHECK=replay:N` turns it on for a job. Must be the same on all
+    /// processes.
     ///
-    /// So it finds processors that compute wrong bits. Process 0 prints a warning for the first
-    /// difference of two processes. A process that has differed from two others is named, with its
-    /// host; in a job of two processes both are. Results are read at the end of the next
+    /// This finds processors that compute wrong bits. Process 0 prints a warning for the first
+    /// difference between two processes. It names a process that has differed from two others, with
+    /// its host. In a job of two processes it names both. Results are read at the end of the next
     /// step, and when the program finishes.
     ///
-    /// It recomputes calls on one device, with the whole of arrays in device memory and host values
-    /// as inputs. Other calls are not checked: those that donate inputs, have objects or
-    /// collectives, or use partial sums. Nothing is checked in dry runs, in a job of one process,
-    /// or if a process has no device. Nothing is checked on a process that alone has a kind of
-    /// devices. A step that is [captured](crate::Program::capture) recomputes in each replay the
-    /// calls that it has recomputed at capture; a pipeline captures its steps anew after 16
-    /// replays.
+    /// Only calls on a single device are recomputed, with whole arrays in device memory and host
+    /// values as inputs. Calls that donate inputs, have objects or collectives, or use partial sums
+    /// are not checked. Nothing is checked in dry runs, in a job of one process, or if a process
+    /// has no device. Calls on a kind of device that only one process has are not checked.
     ///
-    /// The same inputs must give the same bits on every process: kernels without state of their own
-    /// and without atomic additions in any order, and processors of one model. A recomputed call
-    /// takes memory for its inputs and outputs on the other process's device, and six operations.
+    /// Each replay of a [captured](crate::Program::capture) step recomputes the calls that were
+    /// recomputed at its capture. A pipeline captures its steps anew after 16 replays.
+    ///
+    /// The same inputs must give the same bits on every process. So kernels must not have state of
+    /// their own or atomic additions in arbitrary order, and all processors must be of one model. A
+    /// recomputed call takes memory for its inputs and outputs on the other process's device, and
+    /// six operations.
     pub fn check_replay(mut self, every: u64) -> Self {
         self.check_replay = Some(every);
         self
     }
 
     /// Makes each kernel call, move, replay and new array of this process's program wait until its
-    /// operations have ended, and return their failure: slow, but an error has the line of its
-    /// call. Off by default. `MPMD_SYNC=1` turns it on in a program that does not set it.
+    /// operations have ended, and return their failure. This is slow, but each error then has the
+    /// line of its call. Off by default. `MPMD_SYNC=1` turns it on in a program that does not set
+    /// it.
     pub fn sync(mut self, yes: bool) -> Self {
         self.sync = Some(yes);
         self
     }
 
-    /// With `true`, the processes compare host values whole at every call; with `false`, those of
-    /// more than 4 KiB only by samples at most calls: see
+    /// Sets how the processes compare host values. With `true`, all values are compared whole at
+    /// every call. With `false`, most calls compare values of more than 4 KiB only by samples: see
     /// [`MpmdArray::from_host`](crate::MpmdArray::from_host). Every process must use the same
     /// setting. On by default in debug builds, and if the program joins a job with
     /// `MPMD_CHECK=uncommitted`.
@@ -280,8 +287,8 @@ impl Builder {
         self
     }
 
-    /// Returns true if large host values are compared whole at every call: by this builder's
-    /// setting, else in debug builds.
+    /// Returns true if large host values are compared whole at every call. The default is true in
+    /// debug builds.
     pub(super) fn checks_uncommitted(&self) -> bool {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
     }
@@ -298,20 +305,21 @@ impl Builder {
 
     /// Makes each process record its operations in a file `process-<n>.trace` in this folder, for
     /// `mpmd trace`. The default is the folder in `MPMD_TRACE`, if the program joins a job or runs
-    /// [from its environment](Self::from_env). Without either, nothing is recorded. Files of an
-    /// earlier program are overwritten. Epochs after the first of a job that
-    /// [recovers](crate::RecoveringBuilder) have folders such as `epoch-2` within it.
+    /// [from its environment](Self::from_env). Without a folder nothing is recorded. Files of an
+    /// earlier program are overwritten. In a job that [recovers](crate::RecoveringBuilder), epochs
+    /// after the first use subfolders such as `epoch-2`.
     pub fn trace(mut self, folder: impl Into<PathBuf>) -> Self {
         self.trace = Some(folder.into());
         self
     }
 
-    /// Sets the function that finds facts about this process, such as program options and hashes of
-    /// files. They must be equal on all processes of the job. By default there are none.
+    /// Sets the function that returns facts about this process, such as program options and hashes
+    /// of files. Facts must be equal on all processes of the job. By default there are none.
     ///
-    /// It is called before this process joins its job, and again when a process that has waited
-    /// gets a place. Processes that differ do not form a job: all get an error with the facts and
-    /// both values. A process that comes later and differs takes no place, and the others go on.
+    /// The function is called before this process joins its job, and again when a waiting process
+    /// gets a place. If processes differ, the job does not start: all get an error with the facts
+    /// and both values. A process that joins later and differs takes no place, and the others go
+    /// on.
     ///
     /// ```
     /// use mpmd_core::{Fact, Program, Result};
@@ -329,8 +337,9 @@ impl Builder {
         self
     }
 
-    /// Joins the job that this process was started for, or starts one of this process alone, with
-    /// these settings. Blocks until all processes are connected. See [`Program::from_env`].
+    /// Joins the job that this process was started for, with these settings. Without such a job,
+    /// starts a job of this process alone. Blocks until all processes are connected. See
+    /// [`Program::from_env`].
     ///
     /// # Errors
     ///
@@ -342,8 +351,8 @@ impl Builder {
     /// Joins the job that this process was started for, runs `program` and finishes. Returns the
     /// value of `program`. See [`Program::run`].
     ///
-    /// Returns an error of `program` at once, without waiting for its issued work. The other
-    /// processes and the launcher are told of it. If the compiler cannot infer the error type,
+    /// Returns an error of `program` at once, without waiting for its issued work, and reports the
+    /// error to the other processes and the launcher. If the compiler cannot infer the error type,
     /// annotate it: `|p| -> Result<()> { … }`.
     ///
     /// # Errors
@@ -360,7 +369,7 @@ impl Builder {
         p.conclude(result)
     }
 
-    /// Starts a job of this process alone and ignores the environment.
+    /// Starts a job that consists of this process only. Ignores the environment.
     ///
     /// # Errors
     ///
@@ -371,8 +380,8 @@ impl Builder {
     }
 
     /// Starts a dry run of a job of `processes`. This process owns no devices, connects to no peer,
-    /// and runs without waiting: every array is fully remote. The program lists the operations of
-    /// all processes ([`Program::dry_run`]).
+    /// and never waits: every array is fully remote. The program lists the operations of all
+    /// processes, returned by [`Program::dry_run`].
     ///
     /// # Errors
     ///
@@ -382,8 +391,9 @@ impl Builder {
         self.start_dry_run(beyond(&topology), topology, None)
     }
 
-    /// Starts a dry run of a job with these devices. [`Program::process`] returns `process`. With
-    /// `order`, the step end that completes the dry run writes it to a file and exits this process.
+    /// Starts a dry run of a job with these devices, in which [`Program::process`] returns
+    /// `process`. With `order`, the step end that completes the dry run writes it to a file and
+    /// exits this process.
     pub(super) fn start_dry_run(
         self,
         process: ProcessId,
@@ -479,7 +489,7 @@ impl Builder {
     }
 
     /// Returns the devices of a job of `processes`, with the kinds, hosts and links of this
-    /// builder. `per_process` is the launcher's number of devices on each process, if it gives one.
+    /// builder. `per_process` is the launcher's number of devices on each process, if it sets one.
     /// Fails if the numbers disagree or cannot be spread evenly.
     pub(crate) fn topology(
         &self,
@@ -520,8 +530,8 @@ impl Builder {
         self.topology_of(&vec![devices / processes; processes])
     }
 
-    /// Checks the numbers of devices of [`Builder::devices_by_process`]: one for each process, and
-    /// no other number that contradicts them.
+    /// Checks the device counts of [`Builder::devices_by_process`]: there is one for each process,
+    /// and neither [`Builder::devices`] nor the launcher contradicts them.
     fn check_counts(
         &self,
         counts: &[usize],
@@ -549,8 +559,8 @@ impl Builder {
         )))
     }
 
-    /// Returns the devices of the builder's epoch, which has `processes` processes. `topology` is
-    /// that of the first epoch.
+    /// Returns the devices of the builder's epoch, which has `processes` processes. `topology` has
+    /// the devices of the first epoch.
     pub(super) fn resized(&mut self, topology: Topology, processes: usize) -> Result<Topology> {
         if self.epoch == 1 || self.sizes.is_empty() {
             return Ok(topology);
@@ -575,9 +585,9 @@ impl Builder {
         self.topology_of(&counts)
     }
 
-    /// Lets later epochs have the numbers of processes that `layout` allows, each with the number
-    /// of devices that it returns; by default as many as in `topology`, that of the first epoch.
-    /// A number of processes of which one would have no device is not allowed.
+    /// Sets the numbers of processes that later epochs may have: those for which `layout` returns
+    /// at least one device for each process. The epoch then has that number of devices. Without
+    /// `layout`, it has the devices of `topology`, the first epoch's.
     ///
     /// # Errors
     ///
@@ -616,7 +626,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Returns the devices of a job with these numbers of devices on its processes, with the kinds,
+    /// Returns the devices of a job in which process `i` has `counts[i]` devices, with the kinds,
     /// hosts and links of this builder.
     fn topology_of(&self, counts: &[usize]) -> Result<Topology> {
         let mut topology = Topology::with_devices(counts);
@@ -634,7 +644,7 @@ impl Builder {
     }
 
     /// Returns an error if this machine lacks CUDA or NCCL for the devices of all `processes`
-    /// processes, which all run here.
+    /// processes. Assumes that all of them run on this machine.
     pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
         let needs_cuda = self
             .kinds
@@ -648,7 +658,7 @@ impl Builder {
         has_nccl(self.collectives.unwrap_or_default())
     }
 
-    /// Returns the trace of this process, which has begun if the builder has a folder for it.
+    /// Starts the trace of this process if the builder has a folder for it, and returns it.
     fn begin_trace(&self, about: TraceHeader) -> Result<Trace> {
         let trace = Trace::default();
         let Some(folder) = &self.trace else {
@@ -691,7 +701,7 @@ impl Builder {
     }
 }
 
-/// Describes a process for its trace.
+/// Returns the header of process `me`'s trace.
 fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) -> TraceHeader {
     let program = std::env::current_exe().unwrap_or_default();
     let kind = |device: &DeviceId| {
@@ -722,12 +732,12 @@ fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) 
     }
 }
 
-/// Returns a process number that is not in the job.
+/// Returns the lowest process number that is not in the job.
 fn beyond(topology: &Topology) -> ProcessId {
     ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX))
 }
 
-/// Fails if this process has CUDA devices but no CUDA driver, or no NCCL if it needs it.
+/// Fails if this process has CUDA devices but no CUDA driver, or needs NCCL and lacks it.
 pub(super) fn has_cuda(me: ProcessId, topology: &Topology) -> Result<()> {
     if !topology.has_kind(me, DeviceKind::Cuda) {
         return Ok(());
@@ -743,8 +753,8 @@ fn has_nccl(way: CudaCollectives) -> Result<()> {
     }
 }
 
-/// Returns the ids of the GPUs of `process`, in the order of its devices of kind `cuda`. Looks them
-/// up among the GPUs that this process sees; empty without a CUDA driver.
+/// Returns the ids of the GPUs of `process`, in the order of its CUDA devices. Looks only at GPUs
+/// that this process sees. Empty without a CUDA driver.
 pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
     let Ok(driver) = cuda::found() else {
         return Vec::new();
@@ -757,8 +767,8 @@ pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
         .collect()
 }
 
-/// Returns the topology with the GPU ids of processes that have not reported theirs, as NCCL needs
-/// them. Assumes that these processes see the same GPUs as this one.
+/// Adds the GPU ids of processes that have not reported theirs, because NCCL needs all ids. Assumes
+/// that these processes see the same GPUs as this one.
 fn with_gpus(topology: Topology) -> Topology {
     if topology.cuda_collectives() == CudaCollectives::Host {
         return topology;

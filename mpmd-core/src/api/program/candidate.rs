@@ -23,30 +23,30 @@ use super::{Builder, Program};
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
 
-/// A process that has connected to the rendezvous and joins its job next.
+/// A process that has connected to the rendezvous and is about to join its job.
 pub(super) struct Candidate {
     pub(super) rendezvous: Rendezvous,
-    /// The service, if this process hosts it.
+    /// The rendezvous service, if this process hosts it.
     pub(super) server: Option<RendezvousServer>,
-    /// True if it waits for the place of another process, should it find none of its own, and
-    /// returns after the loss of a process.
+    /// True if the process, when the job is full, waits for the place of a lost process. Such a
+    /// process also returns to the job after another process was lost.
     pub(super) waits: bool,
     pub(super) process: ProcessId,
     pub(super) identity: Identity,
     pub(super) member: JobMember,
     pub(super) opened: Result<OpenedTransport>,
-    /// The job's secret.
+    /// The secret token of the job.
     pub(super) token: [u8; 32],
 }
 
-/// The end of an attempt to join an epoch of the job.
+/// The outcome of an attempt to join an epoch of the job.
 #[derive(Debug)]
 pub(crate) enum EpochStart {
-    /// It has begun.
+    /// The epoch has begun, and this is its program.
     Program(Box<Program>),
-    /// The job has ended without this process.
+    /// The job has ended, and this process had no place in it.
     NoPlace,
-    /// A process was lost before the epoch had begun. This one may return in the next epoch.
+    /// A process was lost before the epoch began. This process may return in the next epoch.
     Lost {
         failure: Arc<Failure>,
         returning: Box<Returning>,
@@ -129,7 +129,8 @@ impl Candidate {
         }
     }
 
-    /// Joins the epoch at the rendezvous. Returns `None` if the job has ended without this process.
+    /// Joins the epoch at the rendezvous, and gets a place in it. Returns `None` if the job has
+    /// ended without this process.
     fn take_place(
         &mut self,
         epoch: u64,
@@ -145,7 +146,8 @@ impl Candidate {
         }
     }
 
-    /// Ends an attempt to join `epoch` in which the connection to the rendezvous was lost.
+    /// Returns [`EpochStart::Lost`] for an attempt to join `epoch` that lost the connection to the
+    /// rendezvous.
     fn lost_before_place(self, epoch: u64, leaves: bool, error: &RendezvousError) -> EpochStart {
         let process = self.process;
         let message = format!("process {process} could not join: {error}");
@@ -166,8 +168,8 @@ impl Candidate {
         }
     }
 
-    /// Checks that the facts that this process has told are still true. If they are not, gives its
-    /// place back, for another one to take.
+    /// Checks that the facts that this process reported are still true. If not, gives its place
+    /// back to the job, so that another process can take it.
     fn keep_place(&self, facts: &ProgramFacts) -> Result<()> {
         facts.check().inspect_err(|error| {
             if let Err(error) = self.rendezvous.give_back(error.to_string()) {
@@ -178,7 +180,7 @@ impl Candidate {
 }
 
 /// Checks that this process and the other members fit together, and exchanges the hosts and GPUs of
-/// all devices. Returns this process's transport, and the topology with hosts and GPUs.
+/// all devices. Returns this process's transport, and the topology with hosts and GPUs added.
 fn agree(
     membership: &Membership,
     builder: &Builder,
@@ -210,7 +212,7 @@ fn wrong(error: RendezvousError) -> Error {
 }
 
 impl Membership {
-    /// Returns the membership of a process that has joined an epoch.
+    /// Creates the membership of a process that has joined an epoch.
     fn of(
         joined: &JoinedEpoch,
         builder: &Builder,
@@ -246,7 +248,7 @@ impl Membership {
         }
     }
 
-    /// Leaves an epoch that could not begin, since a process was lost.
+    /// Leaves an epoch that could not begin because a process was lost.
     fn lost(self, process: ProcessId, epoch: u64, error: &Error) -> EpochStart {
         let failure = Arc::new(blame(process, error));
         EpochStart::Lost {
@@ -256,7 +258,7 @@ impl Membership {
     }
 }
 
-/// Describes the wait of a process for others that have not left the epoch before.
+/// Formats the warning that process `me` waits for processes that have not left the failed epoch.
 fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) -> String {
     let busy: Vec<_> = busy.iter().map(ToString::to_string).collect();
     format!(
@@ -268,7 +270,8 @@ fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) ->
     )
 }
 
-/// True if another process was lost while it joined, or if this one was given up.
+/// True if the error means that another process was lost while it joined, or that the job gave up
+/// this process.
 fn is_loss(error: &Error) -> bool {
     match error {
         Error::Launch(LaunchError::Rendezvous(error)) => {
@@ -282,8 +285,8 @@ fn is_loss(error: &Error) -> bool {
     }
 }
 
-/// True if the connection to the rendezvous is lost. Perhaps this process was given up, and the
-/// words that say so were lost with the connection.
+/// True if the error means that the connection to the rendezvous is lost. Perhaps the job gave up
+/// this process and the message about it was lost.
 fn is_cut(error: &RendezvousError) -> bool {
     matches!(
         error,
@@ -296,8 +299,8 @@ fn gpus_key(process: ProcessId, epoch: u64) -> String {
     format!("mpmd.gpus.{epoch}.{process}")
 }
 
-/// True if the other processes must know the GPUs of `process`: it has CUDA devices, and
-/// collectives use NCCL.
+/// True if the other processes need the GPU ids of `process`: it has CUDA devices, and collectives
+/// use NCCL.
 fn are_gpus_told(process: ProcessId, topology: &Topology) -> bool {
     topology.cuda_collectives() == CudaCollectives::Nccl
         && topology.has_kind(process, DeviceKind::Cuda)
@@ -320,8 +323,8 @@ fn tell_gpus(
     }
 }
 
-/// Returns the topology with the GPU ids that all processes published, the same on every process.
-/// Blocks for up to `peer_timeout` for each process.
+/// Adds the GPU ids that the processes published to the topology. The result is the same on every
+/// process. Blocks for up to `peer_timeout` for each process.
 fn hear_gpus(
     rendezvous: &Rendezvous,
     epoch: u64,
@@ -339,8 +342,7 @@ fn hear_gpus(
     })
 }
 
-/// Returns the topology with the hosts that the processes reported. Hosts that the builder sets
-/// stay as they are.
+/// Adds the hosts that the processes reported to the topology, unless the builder sets the hosts.
 fn placed(builder: &Builder, topology: Topology, members: &[JobMember]) -> Result<Topology> {
     if builder.hosts.is_some() {
         return Ok(topology);

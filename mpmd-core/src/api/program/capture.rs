@@ -15,50 +15,52 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Structure;
 use mpmd_record::trace::Label;
 
-/// A step that is being captured.
+/// The record of a step that is being captured.
 pub(crate) struct Capture {
     /// The number of operations issued before the step.
     pub(crate) before: u64,
     pub(crate) at: &'static Location<'static>,
     pub(crate) structure: Structure,
     pub(crate) inputs: Vec<CapturedInput>,
-    /// Index into `inputs`, by (operation that made the array, index of its result).
+    /// Index into `inputs` of an array, by (operation that made it, index among that operation's
+    /// results).
     placed: OriginMap<u32>,
     /// Index into `inputs` of host values, by the address of their bytes.
     uncommitted: HashMap<usize, u32>,
     /// The host values among the inputs, kept alive so that their addresses are not reused.
     _held: Vec<MpmdArray>,
-    /// Arrays that the step uses but neither makes nor has as inputs.
+    /// Arrays from outside the step that its operations use, other than the inputs.
     pub(crate) constants: Vec<MpmdArray>,
     constant: OriginMap<u32>,
-    /// Host values that are no inputs, and arrays that the step makes without a shard on this
-    /// process.
+    /// Host values that are not inputs of the step, and arrays of the step that have no shard on
+    /// this process.
     pub(crate) others: Vec<MpmdArray>,
     pub(crate) here: Vec<CapturedOp>,
-    /// Comparisons of calls that the step has recomputed.
+    /// Comparisons of the calls that were recomputed in the step.
     pub(crate) comparisons: Vec<Comparison>,
 }
 
-/// The operation of a step that donates an array.
+/// The position and source line of an operation that donates an array in a step.
 #[derive(Clone, Copy)]
 pub(crate) struct StepDonation {
-    /// Place of the operation in the step, from 1.
+    /// Position of the operation in the step, from 1.
     pub(crate) place: u64,
     /// Source line of the operation.
     pub(crate) at: &'static Location<'static>,
 }
 
-/// An input's properties at capture.
+/// The properties that an input of the step had at capture.
 pub(crate) struct CapturedInput {
     pub(crate) path: String,
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Option<Sharding>,
-    /// Index of the first input that is the same array, often this one.
+    /// Index of the first input that is the same array; this input's own index if there is no
+    /// earlier one.
     pub(crate) first: u32,
     pub(crate) donated: Option<StepDonation>,
 }
 
-/// An operation of the step in which this process takes part, with the means to issue it again.
+/// An operation of the step in which this process takes part. `again` issues it in a replay.
 pub(crate) struct CapturedOp {
     pub(crate) place: u64,
     pub(crate) label: Option<Label>,
@@ -68,18 +70,18 @@ pub(crate) struct CapturedOp {
     pub(crate) inputs: Vec<ArrayOrigin>,
 }
 
-/// The origin of an array that an operation takes while the step is captured. The numbers are
-/// indices into `inputs`, `constants` and `others`.
+/// The origin of an array that an operation of a captured step takes. The numbers are indices into
+/// `inputs`, `constants` and `others` of [`Capture`].
 #[derive(Clone, Copy)]
 pub(crate) enum ArrayOrigin {
     Input(u32),
     Constant(u32),
     Other(u32),
-    /// Made by the step.
+    /// An array that an operation of the step made.
     Made {
-        /// Place in the step, from 1, of the operation that makes the array.
+        /// Position in the step, from 1, of the operation that made the array.
         place: u64,
-        /// Index of the operation's result.
+        /// Index of the array among the operation's results.
         index: u32,
     },
 }
@@ -134,8 +136,8 @@ impl Capture {
         this
     }
 
-    /// Returns an error if `array` is neither made by the step nor an input of it. Such an array
-    /// cannot be donated: a replay would find it gone.
+    /// Returns an error if the step donates `array` but neither made it nor has it as an input. A
+    /// second replay would find such an array donated.
     fn check_given_up(&self, path: &str, array: &MpmdArray) -> Result<(), IssueProblem> {
         let Repr::Placed(placed) = &array.repr else {
             return Ok(());
@@ -155,8 +157,8 @@ impl Capture {
         )))
     }
 
-    /// Captures operation `op`, which was issued with this label: the inputs that it donates and,
-    /// if this process takes part, the means to issue it again.
+    /// Records operation `op`, which was issued with this label. Records the inputs that it donates
+    /// and, if this process takes part, how to issue it again.
     pub(super) fn note(&mut self, op: u64, label: Option<Label>, new: &NewOp<'_>) {
         let place = op - self.before;
         let at = new.at;
@@ -186,9 +188,9 @@ impl Capture {
         }
     }
 
-    /// Returns the origin of an array. Stores an array from outside the step in `constants`. If
-    /// `needed`, stores other arrays without a source on this process in `others`. If not, returns
-    /// `None` for host values that are no input.
+    /// Returns the origin of an array. Adds an array from outside the step to `constants`. Adds
+    /// host values that are no inputs, and arrays without a shard here, to `others` if `needed`.
+    /// Otherwise returns `None` for them.
     pub(crate) fn find(&mut self, array: &MpmdArray, needed: bool) -> Option<ArrayOrigin> {
         let placed = match &array.repr {
             Repr::Placed(placed) => placed,
@@ -233,8 +235,8 @@ impl Capture {
 }
 
 impl Program {
-    /// Returns an error while a step is captured, for calls that cannot be replayed. `call` is the
-    /// name of the call.
+    /// Returns an error if a step is being captured, for a call that cannot be replayed. `call` is
+    /// the name of the call.
     pub(crate) fn refuse_in_capture(
         &self,
         at: &'static Location<'static>,
@@ -247,8 +249,8 @@ impl Program {
         Err(IssueProblem::Capture(problem).at(at, call))
     }
 
-    /// While a step is captured, returns an error if one of these arrays cannot be donated because
-    /// a replay would find it gone.
+    /// Returns an error if a step is being captured and one of these arrays cannot be donated in
+    /// it: a second replay would find the array donated.
     pub(crate) fn check_given_up(
         &self,
         leaves: &[(String, &MpmdArray)],

@@ -24,15 +24,15 @@ use crate::error::{Error, Result};
 use crate::exec::dry_run::{MOST_STEPS, Order};
 use crate::warning::warn_user;
 
-/// Joins the job that the environment names, or starts its dry run. Without one, starts a job of
-/// this process alone. Blocks until all processes are connected.
+/// Joins the job that the environment describes, or starts its dry run. If it describes none,
+/// starts a job of this process alone. Blocks until all processes are connected.
 pub(super) fn from_env(builder: Builder) -> Result<Program> {
     let builder = with_settings(builder)?;
     let env = JobEnv::from_env()?.map_or_else(JobEnv::alone, Ok)?;
     start(with_env(builder, &env)?, &env)
 }
 
-/// This process's part in a job over its epochs.
+/// This process's part in a job that the environment describes, over all epochs.
 pub(crate) struct EnvironmentJob {
     builder: Builder,
     env: JobEnv,
@@ -40,8 +40,8 @@ pub(crate) struct EnvironmentJob {
 }
 
 impl EnvironmentJob {
-    /// Reads the environment of a program that recovers. `spares` of the processes are spares, if
-    /// the launcher says nothing else.
+    /// Reads the environment of a program that recovers. `spares` is the number of processes that
+    /// wait as spares, unless the launcher sets another one.
     pub(crate) fn of_environment(builder: Builder, spares: usize) -> Result<Self> {
         let builder = with_settings(builder)?;
         let env = match JobEnv::from_env()? {
@@ -56,8 +56,9 @@ impl EnvironmentJob {
         })
     }
 
-    /// Lets later epochs have the numbers of processes that `layout` allows, each with the number
-    /// of devices that it returns. By default the devices are those of the first epoch.
+    /// Sets the numbers of processes that later epochs may have: those that `layout` allows, each
+    /// with the number of devices that it returns. Without `layout` the devices of the first epoch
+    /// stay.
     pub(crate) fn set_sizes(&mut self, layout: Option<&LayoutFn>) -> Result<()> {
         let processes = self.env.processes;
         let each = self.env.devices_per_process;
@@ -65,8 +66,9 @@ impl EnvironmentJob {
         self.builder.set_sizes(&topology, layout)
     }
 
-    /// Joins the next epoch of the job, in which this process is `returning` unless it is its
-    /// first. Blocks until all processes are connected, on a spare until there is a place for it.
+    /// Joins the next epoch of the job. `returning` is this process's state from the epoch before;
+    /// `None` in its first. Blocks until all processes are connected, on a spare until it gets a
+    /// place.
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<EpochStart> {
         if self.env.dry_run.is_some() || (self.env.processes == 1 && !self.env.hosted) {
             return Ok(EpochStart::Program(Box::new(start(
@@ -122,16 +124,16 @@ impl EnvironmentJob {
     }
 }
 
-/// A process that was in an earlier epoch of its job.
+/// The identity of a process of the job, and its rendezvous service, between two epochs.
 struct FormerMember {
     identity: Identity,
-    /// The service, if the process hosts it.
+    /// The rendezvous service, if the process hosts it.
     server: Option<RendezvousServer>,
-    /// True if it leaves the job.
+    /// True if the process is leaving the job.
     leaves: bool,
 }
 
-/// Returns the builder with the settings of the environment that the program has not set itself.
+/// Fills settings that the program has not set with the values of environment variables.
 fn with_settings(mut builder: Builder) -> Result<Builder> {
     mpmd_launch::adopt()?;
     let folder =
@@ -156,8 +158,8 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
     Ok(builder)
 }
 
-/// Returns the builder with the settings of the job's environment that the program has not set
-/// itself. Process 0 warns of variables that have no effect.
+/// Fills settings that the program has not set with those of the job's environment. Process 0 warns
+/// of variables that have no effect.
 fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
     if env.process.index() == 0 && env.dry_run.is_none() {
         for unknown in mpmd_launch::unknown_variables_here() {
@@ -192,7 +194,7 @@ fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
     Ok(builder)
 }
 
-/// Joins the job of this environment, or starts its dry run, or a job of this process alone.
+/// Joins the job that `env` describes, or starts its dry run, or a job of this process alone.
 fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
     if let Some(asked) = &env.dry_run {
         return dry_run(builder, env, asked);
@@ -207,8 +209,9 @@ fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
     }
 }
 
-/// Starts a dry run that lists the operations of all processes of the job, and assumes that all
-/// are on one host. The step end that completes the dry run writes it and exits the process.
+/// Starts a dry run that lists the operations of all processes of the job. Assumes that all
+/// processes run on one host. The step end that completes the dry run writes it and exits the
+/// process.
 fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program> {
     let topology = builder.topology(env.processes, env.devices_per_process)?;
     let order = Order {
@@ -218,9 +221,9 @@ fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program>
     builder.start_dry_run(env.process, topology, Some(order))
 }
 
-/// Joins the builder's epoch of a job, in which this process may be `returning`. One with a
-/// `seeker` waits for a place, see [`Candidate`], and may go on with the service of another
-/// process.
+/// Joins the builder's epoch of a job. `returning` is this process's state from an earlier epoch,
+/// if there was one. A process with a `seeker` waits for a place if the job is full, see
+/// [`Candidate`]. It may then connect to a rendezvous service that another process has taken over.
 fn join(
     builder: Builder,
     env: &JobEnv,
@@ -303,8 +306,8 @@ fn join(
     candidate.join(builder, topology)
 }
 
-/// Warns the user if others can guess the job's token, or if this process was added to a job that
-/// has no place for it.
+/// Warns the user if the job's token can be guessed, or if this process was added to a job that has
+/// no place for it.
 fn warn_before_join(builder: &Builder, env: &JobEnv, is_returning: bool) {
     if env.token_is_guessable && env.process.index() == 0 {
         let source = env.source;
@@ -349,26 +352,26 @@ fn wrong(error: RendezvousError) -> Error {
     Error::Launch(LaunchError::Rendezvous(error))
 }
 
-/// The transport of a simulated process.
+/// The transport of a process in a simulation.
 pub(crate) type SimulatedTransport = Arc<dyn Transport>;
 
-/// A job beside that of the user's program, as one of its processes joins it.
+/// A job that this process joins in addition to the job of the user's program.
 pub(crate) struct SideJob<'a> {
     pub(crate) rendezvous: Rendezvous,
     pub(crate) token: &'a Token,
-    /// The process that joins.
+    /// This process's number in the side job.
     pub(crate) process: ProcessId,
-    /// Number of devices of each process, all of kind `cpu`.
+    /// Number of CPU devices of each process.
     pub(crate) devices: &'a [usize],
     /// The name of the transport.
     pub(crate) transport: &'a str,
     pub(crate) peer_timeout: Duration,
-    /// The transport of the messages in a simulation.
+    /// The transport that carries the messages in a simulation; `None` otherwise.
     pub(crate) over: Option<SimulatedTransport>,
 }
 
-/// Joins a job beside that of the user's program. Other executables of this version of mpmd may
-/// join it. Blocks until all processes are connected.
+/// Joins a job in addition to the job of the user's program. Its processes may run other
+/// executables with the same version of mpmd. Blocks until all processes are connected.
 ///
 /// # Errors
 ///
@@ -420,7 +423,7 @@ pub(crate) fn join_beside(job: SideJob<'_>) -> Result<Program> {
     }
 }
 
-/// Returns a text for the other processes: the missing transport or device, and the reason.
+/// Formats, for the other processes, which transport or device this process lacks and why.
 fn lack(error: &Error) -> String {
     match error {
         Error::Cuda(why) if why.is_of_nccl() => format!("no NCCL, which was asked for: {why}"),

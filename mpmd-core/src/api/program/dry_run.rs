@@ -5,8 +5,8 @@ use crate::error::Result;
 use mpmd_record::dry_run::{DryRun, DryRunEnd};
 
 impl Program {
-    /// Returns the operations of all processes that were issued so far. `None` unless this
-    /// process is [a dry run](super::Builder::dry_run).
+    /// Returns the operations of all processes that were issued so far. `None` unless this program
+    /// runs as [a dry run](super::Builder::dry_run).
     pub fn dry_run(&self) -> Option<DryRun> {
         Some(self.runtime.dry_run.as_ref()?.so_far(DryRunEnd::Open))
     }
@@ -28,8 +28,8 @@ impl Program {
         Ok(())
     }
 
-    /// Ends a dry run after the program has finished: writes it if the process was started to do
-    /// so.
+    /// Ends a dry run after the program has finished. Writes it to a file if the process was
+    /// started to do so.
     pub(super) fn finish_dry_run(&self) -> Result<()> {
         match &self.runtime.dry_run {
             Some(dry_run) => dry_run.deliver(DryRunEnd::Finished).map(drop),

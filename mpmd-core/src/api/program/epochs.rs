@@ -13,24 +13,24 @@ use super::membership::Returning;
 use crate::error::Error;
 use crate::exec::recovery_store::RecoveryStore;
 
-/// The end of an epoch on this process.
+/// The outcome of an epoch on this process.
 pub(crate) enum EpochEnd<T, E> {
-    /// The job is over.
+    /// The whole job is over.
     Over(Result<T, E>),
-    /// A process was lost, or the job changes. This one may return in the next epoch.
+    /// A process was lost, or the job changes its processes. This process may return in the next
+    /// epoch.
     Lost {
         failure: Arc<Failure>,
         returning: Box<Returning>,
     },
 }
 
-/// A change that the processes of an epoch have agreed on.
+/// A change of the job's processes that all processes of an epoch have agreed on.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct JobChange {
     /// The processes that leave the job.
     pub(crate) leave: Vec<ProcessId>,
-    /// The reasons, one for each of them, or that others are taken in. The error
-    /// [`Error::EpochOver`] has the same object.
+    /// The reasons why processes leave or join, as text. [`Error::EpochOver`] holds the same `Arc`.
     pub(crate) why: Arc<str>,
 }
 
@@ -40,22 +40,22 @@ impl JobChange {
         self.leave.contains(&process)
     }
 
-    /// True if a program that returns `error` passes on the error of this change: within its own,
-    /// or as text. No other part of the program has that error.
+    /// True if `error`, returned by a program, contains the [`Error::EpochOver`] of this change, as
+    /// an error or as text. Nothing else in the program has that error.
     fn is_passed_on_by(&self, error: &impl fmt::Display) -> bool {
         Arc::strong_count(&self.why) > 1 || format!("{error:#}").contains(&*self.why)
     }
 }
 
 impl Program {
-    /// Returns the number of the job's epoch: 1, and one more after each return from the loss of a
-    /// process.
+    /// Returns the number of the job's current epoch, from 1. A new epoch begins when a process was
+    /// lost or the job's processes change.
     pub fn epoch(&self) -> u64 {
         self.runtime.config.epoch
     }
 
-    /// Returns the random identity of the job's run, the same in all its epochs and on all
-    /// processes. 0 for a job without a rendezvous.
+    /// Returns the random id of the job's run. It is the same in all epochs and on all processes; 0
+    /// for a job without a rendezvous.
     pub fn run_id(&self) -> u128 {
         self.membership
             .as_ref()
@@ -63,8 +63,8 @@ impl Program {
             .unwrap_or(0)
     }
 
-    /// Lets [`Program::commit`] keep its copies in `kept`. A job that `may_change` keeps them also
-    /// while it has one process.
+    /// Makes [`Program::commit`] store its copies in `kept`. With `may_change`, copies are stored
+    /// even while the job has one process.
     pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<RecoveryStore>>, may_change: bool) {
         kept.lock().begin_epoch(self.run_id());
         self.kept = Some(kept.clone());
@@ -72,15 +72,15 @@ impl Program {
         kept.lock().may_change = self.may_change;
     }
 
-    /// True if a commit of an earlier epoch was whole on all its processes.
+    /// True if a commit of an earlier epoch was whole on all processes of that epoch.
     pub(crate) fn had_whole_commit(&self) -> bool {
         self.membership
             .as_ref()
             .is_some_and(|membership| membership.standing.whole.is_some())
     }
 
-    /// Returns the function that tells the service that a commit of this epoch is whole on all its
-    /// processes. `None` without a service.
+    /// Returns a function that reports to the rendezvous service that a commit of this epoch is
+    /// whole on all processes. `None` without a service.
     pub(crate) fn whole_teller(&self) -> Option<impl FnOnce() + Send + 'static> {
         let rendezvous = Arc::downgrade(&self.membership.as_ref()?.rendezvous);
         Some(move || {
@@ -93,30 +93,30 @@ impl Program {
         })
     }
 
-    /// Returns the number of processes that the next epoch could have, as far as this process
-    /// knows.
+    /// Returns the number of processes that the next epoch could have, from what this process knows
+    /// now.
     pub(crate) fn could_have(&self) -> usize {
         self.membership
             .as_ref()
             .map_or(0, |membership| membership.rendezvous.could_have())
     }
 
-    /// Returns the number of processes that can replace those that leave, as far as this process
-    /// knows.
+    /// Returns the number of processes that could replace leaving ones, from what this process
+    /// knows now.
     pub(crate) fn replacements(&self) -> usize {
         self.membership
             .as_ref()
             .map_or(0, |membership| membership.rendezvous.replacements())
     }
 
-    /// Returns the reason why the job does not go on with `size` processes, if it does not. The
-    /// same on every process.
+    /// Returns the reason why the job cannot continue with `size` processes, or `None` if it can.
+    /// The same on every process.
     pub(crate) fn why_not(&self, size: usize) -> Option<String> {
         self.membership.as_ref()?.why_not(size)
     }
 
-    /// Ends this process's part in an epoch, after the program has returned `result`. Finishes a
-    /// program that returned a value, which blocks. After the loss of a process, leaves the epoch
+    /// Ends this process's part in an epoch, after the program has returned `result`. If the
+    /// program returned a value, finishes it, which blocks. If a process was lost, leaves the epoch
     /// and waits for running kernels, at most for the peer timeout.
     #[track_caller]
     pub(crate) fn end_epoch<T, E>(mut self, result: Result<T, E>) -> EpochEnd<T, E>
@@ -164,8 +164,8 @@ impl Program {
     }
 
     /// Ends an epoch whose processes have agreed on a change after a commit. `failure` is the
-    /// failure of a process that was lost meanwhile. A process that leaves returns to the service,
-    /// too: the others may need its copies until the service lets it go.
+    /// failure of a process that was lost meanwhile. A leaving process also returns to the
+    /// rendezvous service and stays until released: the others may need its copies.
     fn end_by_change<T, E: From<Error>>(
         self,
         change: &JobChange,
@@ -188,7 +188,7 @@ impl Program {
         end
     }
 
-    /// Leaves an epoch that is over, to return in the next one.
+    /// Leaves an epoch that is over, in order to join the next one.
     fn return_later<T, E: From<Error>>(mut self, failure: Arc<Failure>) -> EpochEnd<T, E> {
         self.ended = true;
         self.runtime.trace.close();
@@ -206,8 +206,8 @@ impl Program {
         }
     }
 
-    /// Waits until every process has come to the end of the epoch. Fails if one was lost before:
-    /// then all others return too, since a process that has left cannot help.
+    /// Waits until every process has reached the end of the epoch. Fails if a process was lost
+    /// before that. All others then return in the next epoch, which may need every one of them.
     fn wait_for_all(&self) -> Result<(), Arc<Failure>> {
         let lost = self
             .membership

@@ -10,11 +10,12 @@ use crate::error::{Error, Result};
 
 type FactFinder = dyn Fn() -> Vec<Fact> + Send + Sync;
 
-/// The facts of [`Builder::facts`](super::Builder::facts). Clones share them.
+/// The function given to [`Builder::facts`](super::Builder::facts), and the facts that it first
+/// returned. Clones share both.
 #[derive(Clone)]
 pub(super) struct ProgramFacts {
     find: Arc<FactFinder>,
-    /// The facts with which this process has joined its job.
+    /// The facts that this process reported when it first joined its job.
     told: Arc<OnceLock<Vec<Fact>>>,
 }
 
@@ -26,13 +27,13 @@ impl ProgramFacts {
         }
     }
 
-    /// Returns the facts as they were when this process joined its job first: so a process that
-    /// goes on with values in its memory does not differ from itself.
+    /// Returns the facts of the time when this process first joined its job. They stay the same in
+    /// later epochs, because the process continues with values in its memory.
     pub(super) fn told(&self) -> &[Fact] {
         self.told.get_or_init(|| (self.find)())
     }
 
-    /// Finds the facts anew, and fails if they have changed.
+    /// Calls the function again, and fails if the facts have changed.
     pub(super) fn check(&self) -> Result<()> {
         let facts = Difference::between(self.told(), &(self.find)());
         match facts.is_empty() {

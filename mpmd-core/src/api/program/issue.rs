@@ -18,40 +18,41 @@ use crate::trace::spans;
 use mpmd_record::dry_run::OpDescriptor;
 use mpmd_record::trace::Label;
 
-/// An operation that is to be issued.
+/// The properties of an operation that is about to be issued.
 pub(crate) struct NewOp<'a> {
-    /// Returns the description for messages.
+    /// Returns the description of the operation for messages.
     pub(crate) what: &'a dyn Fn() -> Arc<dyn fmt::Display + Send + Sync>,
     pub(crate) at: &'static Location<'static>,
     pub(crate) part: OpPart,
     /// The arrays that the operation takes as inputs.
     pub(crate) takes: &'a [&'a MpmdArray],
-    /// False if none of them has host values.
+    /// False if none of the arrays in `takes` has host values.
     pub(crate) takes_host_values: bool,
     /// Returns true if the operation donates the array at this index of `takes`.
     pub(crate) donates: &'a dyn Fn(usize) -> bool,
-    /// For traces: the number of the operation that made the array that is moved.
+    /// For traces: the number of the operation that made the array, if the operation moves one.
     pub(crate) source: Option<u64>,
-    /// Returns the descriptor. Called only in a dry run.
+    /// Returns the descriptor for a dry run. Called only in a dry run.
     pub(crate) descriptor: &'a dyn Fn() -> OpDescriptor,
-    /// Cache of the descriptor's index in the dry run, so that `descriptor` is called once.
+    /// Cache of the descriptor's index in the dry run, so that `descriptor` is called only once.
     pub(crate) known: Option<&'a KnownDescriptor>,
     /// Returns the object that issues the operation again in a replay. Called while a step is
     /// captured. `None` if this process has no part in the operation.
     pub(crate) again: &'a dyn Fn() -> Option<Arc<dyn Again>>,
-    /// Number and hash of the operation, if a replay issues it.
+    /// Number and hash of the operation if a replay issues it; `None` for a new operation.
     pub(crate) replayed: Option<Replayed<'a>>,
 }
 
-/// An operation that was issued.
+/// An operation after it was issued.
 pub(crate) struct IssuedOp {
     /// The operation's number.
     pub(crate) op: u64,
-    /// Keeps the operation in flight. `None` unless this process has [work](OpPart::Work) to do.
+    /// A guard that keeps the operation in flight. `None` unless this process has
+    /// [work](OpPart::Work) to do.
     pub(crate) guard: Option<OpGuard>,
 }
 
-/// The part of this process in an operation.
+/// This process's part in an operation.
 #[derive(Clone, Copy)]
 pub(crate) enum OpPart {
     /// This process has no part in the operation.
@@ -60,23 +61,23 @@ pub(crate) enum OpPart {
     /// operation is only traced.
     Program,
     /// Devices or copy workers of this process do work, which needs this many bytes of new memory.
-    /// Issuing first blocks while the program is too far ahead. The operation is in flight until
+    /// Issuing blocks while the program is too far ahead. The operation counts as in flight until
     /// the work has ended.
     Work(u64),
 }
 
-/// The number of a replayed operation, and the replay that computes hashes by operation number.
+/// The number of a replayed operation, and the span that computes its hash.
 #[derive(Clone, Copy)]
 pub(crate) struct Replayed<'a> {
     pub(crate) op: u64,
     pub(crate) span: &'a Arc<dyn OpSpan>,
 }
 
-/// An operation in which this process takes part and that a replay can issue again.
+/// A captured operation of this process that a replay can issue again.
 pub(crate) trait Again: Send + Sync {
     /// Issues this process's part of a replayed operation and appends its results to `made`. `x`
-    /// has the array inputs. An input without a shard on this process may be a placeholder of the
-    /// same description.
+    /// has the array inputs. For an input without a shard on this process it may have a placeholder
+    /// of the same shape and sharding.
     fn again(
         self: Arc<Self>,
         program: &mut Program,
@@ -87,12 +88,13 @@ pub(crate) trait Again: Send + Sync {
     );
 }
 
-/// A function that is called with each operation's number and the runtime, before the router is
-/// told of the operation.
+/// A function that is called with each operation's number and the runtime, before the router learns
+/// of the operation.
 pub(super) type IssueHook = Box<dyn Fn(u64, &Arc<Runtime>) + Send>;
 
 impl<'a> NewOp<'a> {
-    /// Creates an operation that takes no arrays and in which this process has no part.
+    /// Creates a description with the defaults: the operation takes no arrays, and this process has
+    /// no part in it.
     pub(crate) fn new(
         at: &'static Location<'static>,
         what: &'a dyn Fn() -> Arc<dyn fmt::Display + Send + Sync>,
@@ -223,9 +225,9 @@ impl Program {
         });
     }
 
-    /// Advances the operation count to `op` in a replayed step, over operations that this process
-    /// skips. Reports them to the router with the hashes of `span`. Does nothing if `op` is the
-    /// last number already.
+    /// Advances the operation count to `op` in a replayed step, past operations that this process
+    /// skips. Reports these to the router with the hashes of `span`. Does nothing if the count is
+    /// `op` already.
     pub(crate) fn advance(&mut self, op: u64, span: &Arc<dyn OpSpan>) {
         if op == self.count {
             return;
@@ -255,12 +257,12 @@ impl Program {
         self.hash = hash;
     }
 
-    /// Blocks while operations in flight on this process, and payloads that its peers have not
-    /// taken, reach the run-ahead limits of the configuration. Reports a hang after the peer
-    /// timeout, then at growing intervals.
+    /// Blocks while this process is at its run-ahead limits. These count operations in flight and
+    /// payloads that peers have not taken. Reports a hang after the peer timeout, then at growing
+    /// intervals.
     ///
-    /// It waits only for operations issued before. These do not depend on later operations, so
-    /// there is no deadlock.
+    /// Waits only for operations issued before. These do not depend on later operations, so there
+    /// is no deadlock.
     pub(super) fn admit(&self, at: &'static Location<'static>) {
         let runtime = &self.runtime;
         let ops = runtime.config.run_ahead_ops;
@@ -284,8 +286,8 @@ impl Program {
     }
 
     /// With [`Builder::sync`](super::Builder::sync), blocks until this process's operations have
-    /// ended. Calls of kernels, moves, replays and new arrays end with it; splits and microbatches,
-    /// which only give parts of arrays new handles, do not.
+    /// ended. Called at the end of kernel calls, moves, replays and new arrays. Splits and
+    /// microbatches do not call it, because they only give parts of arrays new handles.
     ///
     /// # Errors
     ///
@@ -299,9 +301,9 @@ impl Program {
         }
     }
 
-    /// Blocks until all operations that this process has issued so far have ended: its kernels, its
-    /// moves and the receivers of its sends. Then time measured by the program is that of the work.
-    /// [`Builder::sync`](super::Builder::sync) does so after each call.
+    /// Blocks until all operations that this process has issued so far have ended: its kernels and
+    /// moves, and the transfers to receivers of its sends. Use it before the program measures time.
+    /// [`Builder::sync`](super::Builder::sync) does the same after each call.
     ///
     /// Operations of other processes may still run. Reports a hang after the peer timeout, then at
     /// growing intervals.
@@ -314,9 +316,9 @@ impl Program {
         self.wait_until_idle("`Program::sync`", Location::caller())
     }
 
-    /// Lets the program go on after failures in operations that were issued so far: of kernels, and
-    /// of memory. They do not end the job, whenever they become known. Call it on every process,
-    /// at the same place in the order of operations.
+    /// Lets the program continue after failures of kernels or memory in operations that were issued
+    /// so far. They do not end the job, even if they happen later. Call it on every process, at the
+    /// same position in the order of operations.
     ///
     /// Operations that depend on a failed one fail, too. Drop the objects and arrays that took part
     /// in a failed operation, and make new ones.
@@ -336,8 +338,8 @@ impl Program {
             .map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
-    /// Blocks until `enough` is true for the operations in flight. Reports a hang after the peer
-    /// timeout, then at growing intervals.
+    /// Blocks until `enough` returns true for the operations in flight. Reports a hang after the
+    /// peer timeout, then at growing intervals.
     fn wait_for_operations(
         &self,
         what: &'static str,

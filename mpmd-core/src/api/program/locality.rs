@@ -10,19 +10,19 @@ impl Program {
         self.runtime.local_index(device).is_some()
     }
 
-    /// True if this process owns none of the devices. They are those of a mesh
-    /// ([`Mesh::devices`](crate::topology::Mesh::devices)), of a sharding
-    /// ([`Sharding::devices`](crate::sharding::Sharding::devices)), or any others.
+    /// True if this process owns none of the devices. They may come from a mesh
+    /// ([`Mesh::devices`](crate::topology::Mesh::devices)), a sharding
+    /// ([`Sharding::devices`](crate::sharding::Sharding::devices)), or any list.
     pub fn is_fully_remote(&self, devices: &[DeviceId]) -> bool {
         self.count_local(devices) == 0
     }
 
-    /// True if this process owns all of the devices, of which there is at least one.
+    /// True if this process owns all of the devices and the list is not empty.
     pub fn is_fully_local(&self, devices: &[DeviceId]) -> bool {
         !devices.is_empty() && self.count_local(devices) == devices.len()
     }
 
-    /// True if this process owns some of the devices, but not all.
+    /// True if this process owns some of the devices but not all.
     pub fn is_partially_local(&self, devices: &[DeviceId]) -> bool {
         !self.is_fully_remote(devices) && !self.is_fully_local(devices)
     }

@@ -19,57 +19,59 @@ use crate::error::Error;
 use crate::exec::Runtime;
 use crate::trace::{Trace, unix_now};
 
-/// The longest time that a leaving process that hosts the rendezvous service waits for the others
-/// to leave.
+/// The longest time that a process which hosts the rendezvous service waits, at its end, for the
+/// others to leave.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 
-/// This process's connection to the rendezvous, and the service itself if this process hosts it.
+/// This process's connection to the rendezvous of its job. If this process hosts the rendezvous
+/// service, also the service.
 pub(crate) struct Membership {
     pub(super) rendezvous: Arc<Rendezvous>,
     pub(super) server: Option<RendezvousServer>,
-    /// The processes that can go on with the service. `None` if there are none.
+    /// The processes that can take over the rendezvous service. `None` if there are none.
     pub(super) succession: Option<Succession>,
-    /// The commits of the job at the begin of the epoch.
+    /// The job's commits at the start of the epoch.
     pub(super) standing: CommitStanding,
     pub(super) identity: Identity,
     pub(super) neighbours: Arc<Neighbours>,
-    /// The place of each process, for messages.
+    /// The host and system id of each process, for messages.
     pub(super) places: Vec<MemberPlace>,
     pub(super) peer_timeout: Duration,
-    /// The sizes that later epochs of the job may have, ascending. Empty if all epochs have as many
-    /// processes as the first.
+    /// The numbers of processes and devices that later epochs of the job may have, ascending. Empty
+    /// if every epoch has as many processes as the first.
     pub(super) sizes: Arc<[JobSize]>,
-    /// The numbers of processes that the layout refuses, each with its reason.
+    /// The numbers of processes that the layout function refuses, each with its reason.
     pub(super) refused_sizes: Arc<BTreeMap<u32, String>>,
 }
 
-/// The place at which a process runs.
+/// The host on which a process runs, and its system id.
 pub(super) struct MemberPlace {
     pub(super) host: String,
-    /// The system's id of the process.
+    /// The process id of the operating system.
     pub(super) pid: u32,
 }
 
-/// The place of a process that returns to its job, and the service if the process hosts it.
+/// The state that a process takes from one epoch to the next: its identity, and the rendezvous
+/// service if it hosts it.
 #[derive(Debug)]
 pub(crate) struct Returning {
     pub(super) process: ProcessId,
     pub(super) epoch: u64,
     pub(super) identity: Identity,
     pub(super) server: Option<RendezvousServer>,
-    /// The processes that can go on with the service, if this process has heard of them.
+    /// The processes that can take over the rendezvous service, if this process knows them.
     pub(super) succession: Option<Succession>,
-    /// True if the process that ran the service leaves the job.
+    /// True if the process that hosted the rendezvous service is leaving the job.
     pub(super) service_leaves: bool,
-    /// True if the process leaves the job, once it is not needed any more.
+    /// True if this process leaves the job as soon as the others no longer need its copies.
     pub(super) leaves: bool,
-    /// The end of this process's contact with the service.
+    /// The way in which this process's connection to the rendezvous service ended.
     pub(super) parting: ServiceParting,
 }
 
 impl Returning {
-    /// Lets the others leave their epoch at a service that this process hands over, for up to 5
-    /// seconds.
+    /// Waits until the other processes have left their epoch at the rendezvous service that this
+    /// process hands over, for up to 5 seconds.
     pub(super) fn wait_for_others(&self) {
         if let Some(server) = &self.server {
             server.wait_empty(LEAVE_WITHIN);
@@ -78,7 +80,7 @@ impl Returning {
 }
 
 impl Membership {
-    /// Returns the reason why the job does not go on with `size` processes, if it does not.
+    /// Returns the reason why the job cannot continue with `size` processes, or `None` if it can.
     pub(super) fn why_not(&self, size: usize) -> Option<String> {
         let goes_on = |allowed: &JobSize| allowed.processes as usize == size;
         if size == self.places.len() || self.sizes.iter().any(goes_on) {
@@ -98,8 +100,8 @@ impl Membership {
         ))
     }
 
-    /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a
-    /// process, or is lost itself. The other tells observers the activity of this process.
+    /// Registers callbacks at the rendezvous. One tells the runtime that a process or the
+    /// rendezvous itself is lost. The other reports the activity of this process to observers.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
         let runtime = Arc::downgrade(runtime);
         let neighbours = self.neighbours.clone();
@@ -127,8 +129,8 @@ impl Membership {
         }));
     }
 
-    /// If a trace is written, compares this process's clock with the rendezvous service's and notes
-    /// the offset. Blocks for the service's answers. An error is only logged.
+    /// Measures the offset of this process's clock from the rendezvous service's and notes it in
+    /// the trace, if there is one. Blocks for the service's answers. An error is only logged.
     pub(super) fn compare_clocks(&self, trace: &Trace) {
         if !trace.is_on() {
             return;
@@ -158,9 +160,10 @@ impl Membership {
         }
     }
 
-    /// Waits until all processes are at the end of an epoch, at most for the peer timeout. Returns
-    /// a failure if one was lost before, or if the others have gone on without this process. The
-    /// loss of the service is only logged if nobody can go on with it: then nobody returns.
+    /// Waits until all processes have reached the end of an epoch, at most for the peer timeout.
+    /// Returns a failure if a process was lost before that, or if the others have continued without
+    /// this process. If the service is lost and nobody can take it over, no process can return, so
+    /// this is only logged.
     pub(super) fn wait_for_all(&self, me: ProcessId, epoch: u64) -> Option<Arc<Failure>> {
         let waited = self
             .rendezvous
@@ -190,16 +193,17 @@ impl Membership {
         )))
     }
 
-    /// Leaves the job in order, so that the peers do not see a death. First sends `report` to the
-    /// launcher, if there is one. A process that hosts the service then waits up to 5 seconds for
-    /// the others. Errors are only logged.
+    /// Leaves the job in order, so that peers do not report this process as dead. First sends
+    /// `report` to the launcher, if there is one. A process that hosts the service then waits up to
+    /// 5 seconds for the others. Errors are only logged.
     pub(super) fn leave(self, report: Option<FailureReport>) {
         self.tell(report);
         let left = self.rendezvous.leave();
         self.serve_others(left);
     }
 
-    /// Leaves a job that has ended well on all processes, as [`leave`](Self::leave) does.
+    /// Leaves a job that has ended without failure on all processes. Waits and logs like
+    /// [`leave`](Self::leave).
     pub(super) fn end(self) {
         let left = self.rendezvous.end();
         self.serve_others(left);
@@ -215,7 +219,7 @@ impl Membership {
         }
     }
 
-    /// Leaves an epoch that has failed, to join the next one. Errors are only logged.
+    /// Leaves an epoch that has ended, in order to join the next one. Errors are only logged.
     pub(super) fn return_later(self, process: ProcessId, epoch: u64) -> Returning {
         if let Err(error) = self.rendezvous.leave_epoch() {
             tracing::debug!(%error, "leaving an epoch of the job");
@@ -245,7 +249,8 @@ impl Membership {
         }
     }
 
-    /// Returns the other process that runs the service. `None` if that is none of the job, or this.
+    /// Returns the process that hosts the rendezvous service. `None` if this process does, or no
+    /// process of the job.
     pub(super) fn host(&self) -> Option<ProcessId> {
         self.succession
             .as_ref()
@@ -253,21 +258,21 @@ impl Membership {
             .host()
     }
 
-    /// Returns the process that runs the service, of which `me` is this one. `None` if that is none
-    /// of the job, or if nobody could go on with it.
+    /// Returns the process that hosts the rendezvous service; `me` is this process. `None` if no
+    /// process of the job hosts it, or if nobody could take it over.
     pub(super) fn service_of(&self, me: ProcessId) -> Option<ProcessId> {
         let succession = self.succession.as_ref();
         succession
             .and_then(|succession| self.server.as_ref().map_or(succession.host(), |_| Some(me)))
     }
 
-    /// True if the service is gone, and others can go on with it.
+    /// True if the rendezvous service is gone, but other processes can take it over.
     fn is_followed(&self) -> bool {
         self.succession.is_some() && self.rendezvous.is_server_gone()
     }
 
-    /// Sends `error` to the launcher and drops the connection without a goodbye, since this process
-    /// could not start its part. The peers see that it is gone.
+    /// Reports `error` to the launcher and closes the connection without taking leave, since this
+    /// process could not start its part. The peers see that this process is gone.
     pub(super) fn give_up(self, me: ProcessId, error: &Error) {
         self.tell(Some(FailureReport {
             failure: blame(me, error),
@@ -282,7 +287,7 @@ impl Membership {
     }
 }
 
-/// Returns the failure of a process that could not start its part, with the process at fault.
+/// Returns the failure of a process that could not start its part. It names the process at fault.
 pub(super) fn blame(me: ProcessId, error: &Error) -> Failure {
     let (kind, process) = match error {
         Error::Launch(LaunchError::Lacking { process, .. }) => (FailureKind::Left, *process),

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{PlanCacheMetrics, Program};
 
-/// Counters of one process's program since its start.
+/// Counters of this process's program since its start.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct ProgramMetrics {
@@ -13,19 +13,20 @@ pub struct ProgramMetrics {
     /// Payload bytes of arrays and collectives given to the transport, indexed by destination
     /// process.
     pub bytes_sent: Vec<u64>,
-    /// Number of messages with these bytes, indexed by destination process. Small arrays that leave
-    /// together are one message.
+    /// Number of messages that carried `bytes_sent`, indexed by destination process. Small arrays
+    /// that are sent together are one message.
     pub messages_sent: Vec<u64>,
-    /// Bytes of this process's memory that each peer has borrowed, indexed by process. Lent memory
-    /// counts from the time of sending, so messages that the peer has not processed yet count too.
-    /// Between processes that share memory, a return is visible at once.
+    /// Bytes of this process's memory that each peer has borrowed, indexed by process. Memory
+    /// counts from the time of sending, even before the peer has processed the message. Between
+    /// processes that share memory, a return is visible at once.
     pub lent_to: Vec<u64>,
-    /// Bytes of each peer's memory that this process has borrowed, indexed by process. Messages not
-    /// processed yet count too. Borrowed memory is no part of [`Program::memory`].
+    /// Bytes of each peer's memory that this process has borrowed, indexed by process. Memory in
+    /// messages that are not processed yet counts too. Borrowed memory is not part of
+    /// [`Program::memory`].
     pub borrowed_from: Vec<u64>,
 }
 
-/// Memory of a process, in bytes: of its devices, and of its arrays in host memory.
+/// The memory use of a process in bytes: memory of its devices, and host memory of its arrays.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryUse {
@@ -33,29 +34,31 @@ pub struct MemoryUse {
     pub live: u64,
     /// Bytes of device memory that are mapped but unused, and kept for reuse.
     pub cached: u64,
-    /// Largest sum of used and reserved device memory so far, in bytes. With several devices it is
-    /// the sum of the peaks of each.
+    /// Largest sum of used and reserved device memory so far, in bytes. With several devices, the
+    /// sum of the devices' peaks.
     pub peak: u64,
-    /// Largest used device memory so far, in bytes, without reservations. With several devices it
-    /// is the sum of the peaks of each, which may lie at different times.
+    /// Largest used device memory so far, in bytes, without reservations. With several devices, the
+    /// sum of the devices' peaks, which may lie at different times.
     pub peak_live: u64,
     /// Largest used device memory, in bytes, since [`Program::forget_memory_peak`], or since the
-    /// start. It is the sum of the peaks of each device, without reservations.
+    /// start. With several devices, the sum of the devices' peaks. Without reservations.
     pub recent_peak: u64,
     /// Largest used staging memory, in bytes, since [`Program::forget_memory_peak`], or since the
-    /// start. It holds packed pieces, and received pieces that wait for their destination.
+    /// start. Staging memory holds packed pieces, and received pieces that wait for their
+    /// destination.
     pub staging_recent_peak: u64,
-    /// Bytes mapped from the system so far, for devices, arrays in host memory, and staging. Never
-    /// falls.
+    /// Total bytes mapped from the system so far: for devices, arrays in host memory, and staging.
+    /// Never decreases.
     pub mapped: u64,
-    /// Bytes of host memory that arrays and copies of commits use now. No device's limit includes
-    /// them.
+    /// Bytes of host memory that arrays and copies of commits use now. They do not count against
+    /// the limit of any device.
     pub host_live: u64,
-    /// Largest sum of used and reserved host memory of arrays so far, in bytes, and of that of
-    /// commits.
+    /// Peak of used and reserved host memory of arrays so far, plus the peak of the copies of
+    /// commits, in bytes.
     pub host_peak: u64,
     /// Bytes that are lent to other processes and not returned yet. Memory lent to several
-    /// processes counts once for each. It stays in use here until all of them have returned it.
+    /// processes counts once for each. This process uses the memory until all of them have returned
+    /// it.
     pub lent: u64,
 }
 
@@ -78,9 +81,9 @@ impl Program {
         }
     }
 
-    /// Returns this process's memory use over all its devices, and that of arrays in host memory.
-    /// Memory that is borrowed from a peer is not included; [`Program::metrics`] reports lent and
-    /// borrowed memory by peer.
+    /// Returns this process's memory use: of all its devices, and of arrays in host memory. Memory
+    /// that is borrowed from a peer is not included; [`Program::metrics`] reports lent and borrowed
+    /// memory by peer.
     pub fn memory(&self) -> MemoryUse {
         let stats = self
             .runtime

@@ -91,36 +91,37 @@ pub struct Program {
     pub(crate) capture: Option<Box<Capture>>,
     recomputed: Recomputed,
     label: Option<Label>,
-    /// The source line that operations get instead of their caller's, if it is set.
+    /// The source line that operations get instead of their caller's; `None` to use the caller's.
     at: Option<&'static Location<'static>>,
     count: u64,
     hash: Rolling,
-    /// The rolling hash right after the last operation. Unlike `hash`, it lacks later ends of
-    /// steps.
+    /// The rolling hash right after the last operation. Unlike `hash`, it does not include step
+    /// ends that came later.
     hash_at_last: u128,
     large_value_calls: LargeValueCalls,
     steps: u64,
-    /// The span of the step in the program's log.
+    /// The log's span of the current step.
     step_span: StepSpan,
     is_dry_run: bool,
     ended: bool,
-    /// Called with the number of each operation when it is issued. Only a simulation sets it.
+    /// A function called with the number of each operation when it is issued. Only a simulation
+    /// sets it.
     on_issue: Option<IssueHook>,
-    /// The copies of committed state, of a program that recovers.
+    /// The copies of committed state; `None` unless the program recovers.
     pub(crate) kept: Option<Arc<Mutex<RecoveryStore>>>,
     /// True if the job may have more or fewer processes in a later epoch.
     pub(crate) may_change: bool,
-    /// The change of the job by which the epoch ends.
+    /// The agreed change of the job that ends this epoch, if there is one.
     pub(crate) change: Option<JobChange>,
-    /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
+    /// The connection to the rendezvous, which keeps this process in the job. Must be dropped last.
     membership: Option<Membership>,
-    /// Makes the program `!Sync`.
+    /// Marker that makes the program `!Sync`.
     one_issuer: PhantomData<Cell<()>>,
 }
 
 impl Program {
-    /// Joins the job that this process was started for, runs `program` and finishes: a whole
-    /// `main`. Returns the value of `program`.
+    /// Joins the job that this process was started for, runs `program` and finishes. This can be
+    /// the whole `main`. Returns the value of `program`.
     ///
     /// Does the same as [`Builder::run`], with default settings.
     ///
@@ -135,8 +136,8 @@ impl Program {
         Self::builder().run(program)
     }
 
-    /// Joins the job that this process was started for, or starts one of its own. Blocks until all
-    /// processes of the job are connected.
+    /// Joins the job that this process was started for, or starts a job of its own. Blocks until
+    /// all processes of the job are connected.
     ///
     /// The program must be [finished](Self::finish); [`Program::run`] does this itself.
     ///
@@ -151,13 +152,14 @@ impl Program {
         Self::builder().from_env()
     }
 
-    /// Writes the `tracing` events of this process to standard error: those that the filter in
-    /// `RUST_LOG` selects, else warnings and errors. Does nothing if there is a subscriber already.
+    /// Writes the `tracing` events of this process to standard error. The filter in `RUST_LOG`
+    /// selects events; by default warnings and errors. Does nothing if a `tracing` subscriber is
+    /// installed already.
     pub fn log_to_stderr() {
         mpmd_launch::log_to_stderr();
     }
 
-    /// Returns a builder, for settings other than the defaults.
+    /// Returns a [`Builder`], with which a program sets options before it starts.
     pub fn builder() -> Builder {
         Builder::default()
     }
@@ -192,8 +194,8 @@ impl Program {
         }
     }
 
-    /// Returns the number of this process. In a [dry run](Self::is_dry_run) this is the process
-    /// that the program stands for, or a number beyond those of the job.
+    /// Returns the number of this process. In a [dry run](Self::is_dry_run) this is the number of
+    /// the process that the dry run stands for, or a number beyond the job's.
     pub fn process(&self) -> ProcessId {
         self.runtime
             .dry_run
@@ -216,28 +218,28 @@ impl Program {
         &self.runtime.topology
     }
 
-    /// True in a dry run: this process only lists the operations of all processes. It owns no
-    /// devices, and runs neither kernels nor closures. Use this to guard output and files. The
-    /// number of [the process](Self::process) is not enough, since `mpmd check` runs the program
-    /// under each number of the job.
+    /// True in a dry run, which only lists the operations of all processes. A dry run owns no
+    /// devices, and runs neither kernels nor closures. Use this method to guard output and files.
+    /// The number of the [process](Self::process) is not enough, since `mpmd check` runs the
+    /// program under each number of the job.
     pub fn is_dry_run(&self) -> bool {
         self.is_dry_run
     }
 
-    /// Sets the label of the operations that are issued from now on: their part in a pipeline.
-    /// `None` stands for no label. [`Pipeline`](crate::pipeline::Pipeline) labels its own
-    /// operations. Returns the previous label.
+    /// Sets the label of the operations that are issued from now on: their role in a pipeline.
+    /// `None` removes the label. [`Pipeline`](crate::pipeline::Pipeline) labels its own operations.
+    /// Returns the previous label.
     pub fn set_label(&mut self, label: Option<Label>) -> Option<Label> {
         std::mem::replace(&mut self.label, label)
     }
 
-    /// Returns the label that operations issued now get, if one is set.
+    /// Returns the label of operations that are issued now, if one is set.
     pub(crate) fn label(&self) -> Option<Label> {
         self.label
     }
 
-    /// Sets the line from which operations are issued. With `None`, each operation takes the line
-    /// of its caller. Returns the previous value.
+    /// Sets the source line that operations get from now on. With `None`, each operation gets the
+    /// line of its caller. Returns the previous value.
     pub(crate) fn set_caller(
         &mut self,
         at: Option<&'static Location<'static>>,
@@ -245,7 +247,7 @@ impl Program {
         std::mem::replace(&mut self.at, at)
     }
 
-    /// Returns the source line for an operation: the one that [`set_caller`](Self::set_caller) set,
+    /// Returns the source line for an operation: the line set by [`set_caller`](Self::set_caller),
     /// else `caller`.
     pub(crate) fn caller(&self, caller: &'static Location<'static>) -> &'static Location<'static> {
         self.at.unwrap_or(caller)
@@ -256,7 +258,8 @@ impl Program {
         self.count
     }
 
-    /// Returns the address of this process at the rendezvous of its job. `None` if it has none.
+    /// Returns this process's own network address at the rendezvous of its job. `None` without a
+    /// rendezvous.
     pub(crate) fn rendezvous_address(&self) -> Option<SocketAddr> {
         self.membership
             .as_ref()
@@ -264,7 +267,7 @@ impl Program {
     }
 
     /// Creates a mesh with these axes over all devices of the job, in row-major order. One size may
-    /// be -1: the number of devices that the other axes leave.
+    /// be -1, which stands for the number of remaining devices.
     ///
     /// # Errors
     ///
@@ -273,8 +276,8 @@ impl Program {
         self.mesh_of(axes, self.runtime.topology.device_ids())
     }
 
-    /// Creates a mesh with these axes over `devices`, in row-major order. One size may be -1, as in
-    /// [`Program::mesh`].
+    /// Creates a mesh with these axes over `devices`, in row-major order. One size may be -1, which
+    /// stands for the number of remaining devices.
     ///
     /// # Errors
     ///
@@ -289,7 +292,8 @@ impl Program {
         Ok(mesh)
     }
 
-    /// Restarts [`MemoryUse::recent_peak`] from the memory in use now.
+    /// Resets [`MemoryUse::recent_peak`] and [`MemoryUse::staging_recent_peak`] to the memory in
+    /// use now.
     pub fn forget_memory_peak(&self) {
         let pools = self.runtime.devices.iter().map(|device| &device.pool);
         pools
@@ -300,8 +304,8 @@ impl Program {
     /// Ends a step, for dry runs and traces. At this point the processes compare the operations
     /// that they issued.
     ///
-    /// Does not block. With [`Builder::check_replay`] it reads the comparisons of the step before,
-    /// and blocks if they have not come yet.
+    /// Does not block by default. With [`Builder::check_replay`] it reads the comparisons of the
+    /// step before, and blocks until they have arrived.
     ///
     /// A process that was started to write its dry run
     /// ([`variables::DRY_RUN`](mpmd_launch::variables::DRY_RUN)) exits here with code 0 when the
@@ -339,14 +343,13 @@ impl Program {
             .map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
-    /// Runs `f`, and records it as a range with this name: in the [trace](Builder::trace) on
-    /// the program's row, and as a span `annotation` in the log. Returns what `f` returns. Ranges
-    /// may be in each other.
+    /// Runs `f`, and records its time as a range with this name: in the [trace](Builder::trace) on
+    /// the program's row, and as a span `annotation` in the log. Returns the result of `f`. Ranges
+    /// may be nested.
     ///
-    /// The range is the time in which the program runs `f`, which only issues operations: they may
-    /// end later. With [`Program::sync`] at the end of `f` their time is in the range. A range is
-    /// also recorded if `f` returns early or panics. Does nothing else, and without a trace and a
-    /// log it takes no time that could be measured.
+    /// The range covers only the time in which `f` issues operations, which may end later. Call
+    /// [`Program::sync`] at the end of `f` to include their execution. A range is also recorded if
+    /// `f` returns early or panics. Without a trace and a log, recording takes no measurable time.
     #[track_caller]
     pub fn annotate<T>(&mut self, name: &str, f: impl FnOnce(&mut Self) -> T) -> T {
         let _range = self.runtime.trace.annotate(name, Location::caller());
@@ -372,7 +375,7 @@ impl Program {
         self.leave_at_end(result)
     }
 
-    /// Leaves the job after its end, with the failure that has ended it, if one has.
+    /// Leaves the job after its end. `result` has the failure that ended it, if there was one.
     fn leave_at_end(mut self, result: Result<(), Arc<Failure>>) -> Result<()> {
         self.ended = true;
         let failure = result.as_ref().err();
@@ -407,9 +410,9 @@ impl Program {
         self.runtime.wait_for_peers()
     }
 
-    /// Returns `result`. If it is a value, first [finishes](Self::finish) the program, which blocks
-    /// and may fail. If it is an error, leaves the job without waiting for the issued work and
-    /// tells the peers.
+    /// Ends the program and returns `result`. If `result` is a value, first
+    /// [finishes](Self::finish) the program, which blocks and may fail. If it is an error, leaves
+    /// the job without waiting for issued work and reports the error to the peers.
     #[track_caller]
     pub(crate) fn conclude<T, E>(mut self, result: Result<T, E>) -> Result<T, E>
     where
@@ -427,8 +430,8 @@ impl Program {
         }
     }
 
-    /// Leaves a job before its program has finished. Reports an earlier failure if there is one,
-    /// else `how`. Returns the failure that the peers are told.
+    /// Leaves a job before its program has finished. Reports an earlier failure to the peers if
+    /// there is one, else `how`. Returns the reported failure.
     fn abandon(&mut self, how: &str) -> Arc<Failure> {
         self.ended = true;
         let me = self.runtime.me;
@@ -455,8 +458,8 @@ impl Program {
         failure
     }
 
-    /// Compares this process's clock with the rendezvous service's once more, so that the clock
-    /// drift is known, and ends the trace.
+    /// Compares this process's clock with the rendezvous service's a last time, which gives the
+    /// clock drift, and ends the trace.
     fn end_trace(&self) {
         if let Some(membership) = &self.membership {
             membership.compare_clocks(&self.runtime.trace);
@@ -465,7 +468,7 @@ impl Program {
     }
 }
 
-/// The longest wait for issued work, if a program is dropped without [`Program::finish`].
+/// The longest wait for issued work when a program is dropped without [`Program::finish`].
 const WORK_OF_UNFINISHED: Duration = Duration::from_secs(2);
 
 impl Drop for Program {

@@ -9,15 +9,17 @@ use mpmd_rendezvous::JobMember;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// The longest wait for the end of a process: it closes its connections a little before it ends.
+/// The longest wait for the end of a process. A dying process closes its connections shortly before
+/// it ends.
 const ENDING: Duration = Duration::from_millis(100);
 
-/// A system handle (pidfd) of each process on this host, indexed by process. `None` for the others.
+/// A system handle (pidfd) of each process on this host, indexed by process. `None` for processes
+/// on other hosts.
 pub(super) struct Neighbours(Vec<Option<OwnedFd>>);
 
 impl Neighbours {
-    /// Finds the processes on the host of process `me`. Leaves out those that the system does not
-    /// show here, such as processes of another namespace.
+    /// Opens handles of the processes on the host of process `me`. Leaves out processes that this
+    /// one cannot see, such as those of another namespace.
     pub(super) fn find(me: ProcessId, members: &[JobMember]) -> Self {
         let host = members.get(me.index()).map(|member| &member.host);
         let handle = |member: &JobMember| {

@@ -33,11 +33,12 @@ pub(crate) struct PutKey {
 }
 
 /// A cache of `device_put` plans and of intermediate shardings. It evicts the least recently used
-/// one.
+/// entry.
 pub(crate) struct PlanCache {
     /// The plans by key; `None` if the capacity is 0.
     plans: Option<LruCache<PutKey, Arc<PutPlan>>>,
-    /// The intermediates by key, as many as plans; `None` for a move without one.
+    /// The intermediate shardings by key, up to the same number as plans. A value is `None` if the
+    /// move has none.
     intermediates: Option<LruCache<PutKey, Option<Intermediate>>>,
     metrics: PlanCacheMetrics,
 }
@@ -76,8 +77,8 @@ impl PlanCache {
         }
     }
 
-    /// Returns the intermediate of a move, by `find` if it is not in the cache. The counters have
-    /// plans only.
+    /// Returns the intermediate sharding of a move, from the cache or by `find`. Does not change
+    /// the counters, which are for plans only.
     pub(crate) fn intermediate(
         &mut self,
         key: PutKey,

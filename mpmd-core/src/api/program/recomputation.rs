@@ -14,20 +14,20 @@ use crate::warning::warn_user;
 use mpmd_base::ProcessId;
 use mpmd_layout::topology::{DeviceId, Topology};
 
-/// Maximum number of comparisons that were not read yet. More than may run ahead, so that reading
-/// the oldest does not wait.
+/// Maximum number of unread comparisons. More operations than that cannot run ahead, so reading the
+/// oldest comparison does not wait.
 const MOST_PENDING: usize = 4096;
 
-/// The recomputed calls of a program.
+/// The state of the check by recomputation in a program.
 #[derive(Default)]
 pub(crate) struct Recomputed {
     /// Number of calls so far that could be recomputed.
     calls: u64,
-    /// Number of recomputed calls of each process.
+    /// Number of recomputed calls, by the process that made the call.
     checks: BTreeMap<ProcessId, u64>,
-    /// True while operations are issued that are not recomputed: those of a check.
+    /// True while the operations of a check are issued: these are not recomputed themselves.
     is_paused: bool,
-    /// The comparisons that were not read yet, in order.
+    /// The comparisons whose results were not read yet, in order of issue.
     pending: VecDeque<Comparison>,
     ledger: ComparisonLedger,
 }
@@ -36,40 +36,40 @@ pub(crate) struct Recomputed {
 #[derive(Clone)]
 pub(crate) struct Comparison {
     pub(crate) call: RecomputedCall,
-    /// The hashes of both outputs, of the process that computed first and of the other one. Every
-    /// process has them.
+    /// Hashes of the outputs: of the process that made the call, and of the process that recomputed
+    /// it. Every process gets both.
     pub(crate) hashes: [MpmdArray; 2],
 }
 
-/// A call that was computed twice.
+/// A call that two processes have computed.
 #[derive(Clone)]
 pub(crate) struct RecomputedCall {
-    /// The processes that computed it.
+    /// The process that made the call, and the process that recomputed it.
     pub(crate) processes: [ProcessId; 2],
-    /// True if no third process has such devices.
+    /// True if no third process has devices of this kind.
     pub(crate) is_only_pair: bool,
     pub(crate) kernel: Arc<str>,
     pub(crate) at: &'static Location<'static>,
-    /// The number of steps that had ended when it was issued.
+    /// The number of steps that had ended when the call was issued.
     pub(crate) step: u64,
 }
 
-/// A process that computes wrong bits.
+/// A process that the comparisons have shown to compute wrong bits.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Convicted {
     pub(crate) process: ProcessId,
     pub(crate) why: String,
-    /// The step of its first difference.
+    /// The step of the process's first difference.
     pub(crate) first: u64,
 }
 
-/// The recomputation of a call by another process.
+/// The device and processes for the recomputation of a call.
 pub(crate) struct Recomputation {
     /// The device that computes the call again.
     pub(crate) device: DeviceId,
-    /// The processes of the call and of its recomputation.
+    /// The process that made the call, and the process that recomputes it.
     pub(crate) processes: [ProcessId; 2],
-    /// True if no third process has such devices.
+    /// True if no third process has devices of this kind.
     pub(crate) is_only_pair: bool,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Recomputation {
 #[derive(Default)]
 struct ComparisonLedger {
     records: BTreeMap<ProcessId, ComparisonRecord>,
-    /// The convicted processes that [`Program::convicted`] has not returned yet.
+    /// The convicted processes that [`Program::convicted`] has yet to return.
     convicted: VecDeque<Convicted>,
 }
 
@@ -86,10 +86,10 @@ struct ComparisonLedger {
 struct ComparisonRecord {
     compared: u64,
     differed: u64,
-    /// Number of differences by the other process. Without those with processes that are convicted,
-    /// which need no other explanation.
+    /// Number of differences from each other process. Differences from convicted processes are left
+    /// out, because the conviction explains them.
     others: BTreeMap<ProcessId, u64>,
-    /// The step of the first difference. `None` before one.
+    /// The step of the process's first difference; `None` if there was no difference.
     first: Option<u64>,
     is_convicted: bool,
 }
@@ -98,17 +98,17 @@ struct ComparisonRecord {
 #[derive(Debug, Eq, PartialEq)]
 enum ComparisonFinding {
     Nothing,
-    /// It is the first difference between these processes.
+    /// The two processes differ for the first time.
     First,
-    /// These two have differed twice, and no third process can compute the same.
+    /// The two processes have differed twice, and no third process can recompute these calls.
     EitherOf,
     Convicted(Convicted),
 }
 
 impl Program {
-    /// Counts a call that can be recomputed, and returns true if it is to be: one in each
-    /// [`check_replay`](super::Builder::check_replay) calls, at a place that varies, so that no
-    /// period of the program can evade it. The same on every process.
+    /// Counts a call that can be recomputed, and returns true if it should be. This is one in each
+    /// [`check_replay`](super::Builder::check_replay) calls, at a varying position, so that no
+    /// periodic call escapes the check. The same on every process.
     pub(crate) fn is_turn_to_recompute(&mut self) -> bool {
         let every = self.runtime.config.check_replay;
         if every == 0 || self.recomputed.is_paused || self.is_dry_run {
@@ -121,7 +121,7 @@ impl Program {
         place == Rolling::default().mix(round).word() % every
     }
 
-    /// Calls `issue`, without recomputing the calls that it issues.
+    /// Runs `issue`. Kernel calls that it issues are not recomputed.
     pub(crate) fn without_recomputing<T>(&mut self, issue: impl FnOnce(&mut Self) -> T) -> T {
         let before = std::mem::replace(&mut self.recomputed.is_paused, true);
         let issued = issue(self);
@@ -129,8 +129,8 @@ impl Program {
         issued
     }
 
-    /// Returns the recomputation of the next call on `device`. The other processes take turns.
-    /// `None` if no other process can compute it.
+    /// Chooses the process and device that recompute the next call on `device`. The other processes
+    /// take turns. `None` if no other process has such a device.
     pub(crate) fn next_checker(&mut self, device: DeviceId) -> Option<Recomputation> {
         let topology = &self.runtime.topology;
         let owner = topology.process_of(device)?;
@@ -152,7 +152,8 @@ impl Program {
         })
     }
 
-    /// Notes comparisons that were issued, also for replays of the step that is being captured.
+    /// Records comparisons that were issued, and adds them to the step that is being captured, if
+    /// there is one.
     pub(crate) fn will_compare(&mut self, comparisons: impl IntoIterator<Item = Comparison>) {
         let steps = self.steps;
         for mut comparison in comparisons {
@@ -168,8 +169,8 @@ impl Program {
         }
     }
 
-    /// Reads the comparisons that were issued before the last but one end of a step, or all. Blocks
-    /// until they are there: seldom, since a whole step was issued after them.
+    /// Reads the comparisons that were issued two or more step ends ago, or with `all` every one.
+    /// Blocks until they have arrived; this is rare, since a whole step was issued after them.
     pub(super) fn read_comparisons(&mut self, all: bool) {
         let is_due = |comparison: &Comparison| all || comparison.call.step + 2 <= self.steps;
         let due = self
@@ -180,8 +181,8 @@ impl Program {
         (0..due.count()).for_each(|_| self.read_comparison());
     }
 
-    /// Reads the oldest comparison. Process 0 tells the user the result. Ignores a comparison that
-    /// has failed: its failure ends the job, or was forgiven.
+    /// Reads the oldest comparison. Process 0 reports a difference to the user. Ignores a
+    /// comparison whose operation has failed: the failure ends the job, or was forgiven.
     fn read_comparison(&mut self) {
         let Some(Comparison { call, hashes }) = self.recomputed.pending.pop_front() else {
             return;
@@ -223,13 +224,13 @@ impl Program {
         }
     }
 
-    /// Returns the next process that the comparisons have convicted, each process once. The same on
-    /// every process after the same calls.
+    /// Returns the next convicted process. Returns each process only once. The same on every
+    /// process after the same calls.
     pub(crate) fn convicted(&mut self) -> Option<Convicted> {
         self.recomputed.ledger.convicted.pop_front()
     }
 
-    /// Convicts a process as the comparisons do. All processes must call it.
+    /// Convicts a process as if the comparisons had shown wrong bits. All processes must call it.
     #[cfg(test)]
     pub(crate) fn accuse(&mut self, process: ProcessId) {
         let why = "computes wrong bits".to_owned();
@@ -240,7 +241,7 @@ impl Program {
         });
     }
 
-    /// Returns (number of comparisons read, number of those that differed).
+    /// Returns (number of comparisons read, number of comparisons with a difference).
     #[cfg(test)]
     pub(crate) fn compared(&self) -> (u64, u64) {
         let records = self.recomputed.ledger.records.values();
@@ -249,7 +250,7 @@ impl Program {
         (compared / 2, differed / 2)
     }
 
-    /// Describes where a process runs.
+    /// Describes the host and system id of a process.
     fn place_of(&self, process: ProcessId) -> String {
         let members = self
             .membership
@@ -263,8 +264,8 @@ impl Program {
 }
 
 /// Returns the processes that can recompute the calls on a device: all others with devices of its
-/// kind, from the next one on. None in a job in which a process has no device, since it could not
-/// hear of the comparisons.
+/// kind, starting with the next process number. Empty if a process of the job has no device,
+/// because such a process could not receive comparisons.
 pub(crate) fn checkers(topology: &Topology, device: DeviceId) -> Vec<ProcessId> {
     let (Some(owner), Some(kind)) = (topology.process_of(device), topology.kind_of(device)) else {
         return Vec::new();
@@ -281,10 +282,10 @@ pub(crate) fn checkers(topology: &Topology, device: DeviceId) -> Vec<ProcessId> 
 }
 
 impl ComparisonLedger {
-    /// Notes a comparison.
+    /// Records the result of a comparison.
     ///
-    /// A process that has differed from two others, and from more than the one it differs from now,
-    /// is convicted: a single faulty process explains all of these differences.
+    /// Convicts a process that has differed from two or more others, and from more than its present
+    /// counterpart has. A single faulty process then explains all of these differences.
     fn note(&mut self, call: &RecomputedCall, differ: bool) -> ComparisonFinding {
         let [a, b] = call.processes;
         let mut is_explained = false;

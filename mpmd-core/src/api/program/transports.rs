@@ -36,10 +36,10 @@ const TCP: &str = "tcp";
 /// True if this program was built with the feature `ucx`.
 pub const HAS_UCX: bool = cfg!(feature = "ucx");
 
-/// This process's endpoint of the requested transport: it has an address, but no peers yet.
+/// This process's open endpoint of the requested transport: it has an address, but no peers yet.
 pub(super) enum OpenedTransport {
     Auto {
-        /// If this process cannot share memory, the reason.
+        /// The endpoint in shared memory, or the reason why this process cannot share memory.
         shm: std::result::Result<shm::OpenedShm, TransportError>,
         tcp: PeerListener,
     },
@@ -50,12 +50,13 @@ pub(super) enum OpenedTransport {
     Simulated(SimulatedEndpoint),
 }
 
-/// Returns the endpoint of a simulated process, if that still lives.
+/// A function that returns the transport of a simulated process, or an error if that process was
+/// killed.
 pub(super) type SimulatedEndpoint = Box<dyn FnOnce(&JoinedEpoch) -> Result<Arc<dyn Transport>>>;
 
 impl OpenedTransport {
     /// Opens the transport `name` for a job of `processes`. Network sockets listen at the IP
-    /// address of `at`.
+    /// address in `at`.
     pub(super) fn open(name: &str, processes: usize, at: SocketAddr) -> Result<Self> {
         check(name)?;
         Ok(match name {
@@ -69,8 +70,8 @@ impl OpenedTransport {
         })
     }
 
-    /// Returns (transport, address) pairs at which peers reach this process. The requested
-    /// transport is first; the format of an address is up to the transport.
+    /// Returns (transport, address) pairs at which peers reach this process, the requested
+    /// transport first. Each transport has its own format of addresses.
     pub(super) fn addresses(&self) -> Vec<(String, String)> {
         let pairs = match self {
             Self::Auto { shm, tcp } => vec![
@@ -97,8 +98,8 @@ impl OpenedTransport {
             .collect()
     }
 
-    /// Connects to all members and returns the transport. The members must have been checked with
-    /// `agree`. Warns the user if processes on one host cannot share memory under `auto`.
+    /// Connects to all members and returns the transport. The members must have passed `agree`.
+    /// Warns the user if processes on one host cannot share memory under `auto`.
     pub(super) fn connect(
         self,
         token: [u8; 32],
@@ -196,8 +197,8 @@ impl OpenedTransport {
     }
 }
 
-/// Returns, for each member, true if `process` shares memory with it under transport `auto`. Both
-/// processes of a pair get the same result.
+/// Returns, for each member, true if `process` shares memory with it under transport `auto`. The
+/// result is symmetric: both processes of a pair agree.
 fn near(members: &[JobMember], process: ProcessId) -> Vec<bool> {
     let Some(me) = members.get(process.index()) else {
         return vec![false; members.len()];
@@ -208,7 +209,7 @@ fn near(members: &[JobMember], process: ProcessId) -> Vec<bool> {
 }
 
 /// Returns the reason why two members do not share memory, or `None` if they do. Members with
-/// different host names count as apart, even if `MPMD_HOST` set the names.
+/// different host names count as being on different hosts, even if `MPMD_HOST` set the names.
 fn why_not_near(one: &JobMember, other: &JobMember) -> Option<String> {
     if one.host != other.host {
         return Some("they are on different hosts".to_owned());
@@ -218,7 +219,7 @@ fn why_not_near(one: &JobMember, other: &JobMember) -> Option<String> {
 }
 
 /// Returns a warning about the first pair of processes on one host that cannot share memory. Only
-/// the first process of the pair gets it, so the job prints it once.
+/// the first process of the pair gets the warning, so the job prints it once.
 fn fallback(members: &[JobMember], process: ProcessId) -> Option<String> {
     let mut pairs = (0..members.len()).flat_map(|a| (a + 1..members.len()).map(move |b| (a, b)));
     let (one, other, why) = pairs.find_map(|(a, b)| {
@@ -232,8 +233,8 @@ fn fallback(members: &[JobMember], process: ProcessId) -> Option<String> {
     })
 }
 
-/// Returns the (transport, address) pairs that this process tells the rendezvous. If the transport
-/// could not be opened, returns only its name.
+/// Returns the (transport, address) pairs that this process reports to the rendezvous. If the
+/// transport could not be opened, the result has its name without an address.
 pub(super) fn told(name: &str, opened: &Result<OpenedTransport>) -> Vec<(String, String)> {
     opened.as_ref().map_or_else(
         |_| vec![(name.to_owned(), String::new())],
@@ -241,14 +242,14 @@ pub(super) fn told(name: &str, opened: &Result<OpenedTransport>) -> Vec<(String,
     )
 }
 
-/// Checks that all members ask for the same transport and have it. The result is the same on every
+/// Checks that all members request the same transport and have it. The result is the same on every
 /// process.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Transports`] if the members ask for different transports. Else
-/// [`LaunchError::Lacking`] of the first that lacks the transport or its devices. Else
-/// [`LaunchError::Apart`] of the first two that cannot share memory but must.
+/// - [`LaunchError::Transports`] if the members request different transports.
+/// - Else [`LaunchError::Lacking`] of the first member that lacks the transport or its devices.
+/// - Else [`LaunchError::Apart`] of the first two members that cannot share memory but must.
 pub(super) fn agree(members: &[JobMember]) -> Result<(), LaunchError> {
     let mut who: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (process, member) in members.iter().enumerate() {
@@ -301,13 +302,14 @@ pub(super) fn agree(members: &[JobMember]) -> Result<(), LaunchError> {
     apart.map_or(Ok(()), Err)
 }
 
-/// Returns the address at which a member is reached over a transport, or `None` if it has none.
+/// Returns the address at which a member is reached over a transport, or `None` if it has no such
+/// address.
 fn address<'a>(member: &'a JobMember, transport: &str) -> Option<&'a str> {
     let found = member.addresses.iter().find(|(name, _)| name == transport);
     found.map(|(_, address)| address.as_str())
 }
 
-/// Returns the transport that a member asks for.
+/// Returns the name of the transport that a member requests.
 fn asked_transport(member: &JobMember) -> &str {
     member
         .addresses
@@ -315,7 +317,7 @@ fn asked_transport(member: &JobMember) -> &str {
         .map_or("nothing", |(name, _)| name.as_str())
 }
 
-/// Returns the address of a member at the transport that it asks for.
+/// Returns the address of a member at the transport that it requests.
 fn asked_address(member: &JobMember) -> &str {
     member
         .addresses
@@ -323,7 +325,7 @@ fn asked_address(member: &JobMember) -> &str {
         .map_or("", |(_, address)| address.as_str())
 }
 
-/// Formats ascending numbers for a message: `0, 2-5 and 7`.
+/// Formats ascending numbers with ranges, for a message: `0, 2-5 and 7`.
 pub(super) fn listed(numbers: &[usize]) -> String {
     let runs = numbers
         .chunk_by(|a, b| a + 1 == *b)

@@ -8,27 +8,28 @@ use super::Program;
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{BLOCK, Rolling, ValueHashes};
 
-/// Host values of up to this many bytes are compared whole at every call.
+/// Maximum size in bytes of a host value that is compared whole at every call.
 const WHOLE: usize = 4 << 10;
-/// Number of blocks of a larger value that are compared at every call: [`WHOLE`] bytes in all.
+/// Number of blocks of a larger value that every call compares: [`WHOLE`] bytes in total.
 const BLOCKS: usize = WHOLE / BLOCK;
 
-/// Decides which calls with host values of more than [`WHOLE`] bytes compare them whole. All
-/// processes decide alike: source lines, which may differ between them, do not count.
+/// Decides which calls compare host values of more than [`WHOLE`] bytes whole. The decision is the
+/// same on all processes, so it does not use source lines, which may differ.
 #[derive(Default)]
 pub(super) struct LargeValueCalls {
-    /// Number of calls so far, by the total bytes of their large values, as pools round them.
+    /// Number of calls so far, by the total bytes of their large values, rounded as pools round
+    /// sizes.
     counts: BTreeMap<u64, u64>,
-    /// The decision for a call that issues several operations, while it issues them.
+    /// The decision for a call that issues several operations; set only while it issues them.
     of_call: Option<bool>,
 }
 
 impl LargeValueCalls {
-    /// Counts a call with large values of `bytes` bytes in all. Returns true at the calls 1, 2, 4,
-    /// 8 and so on of a size.
+    /// Counts a call with large values of `bytes` bytes in total. Returns true for the calls 1, 2,
+    /// 4, 8 and so on with this number of bytes.
     ///
-    /// It also does so at some calls between, chosen by `hash`: where a loop puts several arrays
-    /// of one size, each of them has its turn.
+    /// Also returns true for some calls between, chosen by `hash`. So if a loop puts several arrays
+    /// of one size, each of them is compared whole at some time.
     fn count(&mut self, bytes: u64, hash: u64) -> bool {
         let calls = self
             .counts
@@ -40,8 +41,8 @@ impl LargeValueCalls {
 }
 
 impl Program {
-    /// Issues the operations of one call, which takes `arrays`, by `issue`: the host values of all
-    /// of them are compared whole, or none.
+    /// Calls `issue`, which issues the operations of one call on `arrays`. The large host values of
+    /// all these operations are compared whole, or those of none.
     pub(crate) fn as_one_call<T>(
         &mut self,
         arrays: &[&MpmdArray],
@@ -56,10 +57,10 @@ impl Program {
     /// Returns one hash of all host values among the arrays that an operation takes, or `None` if
     /// there are none.
     ///
-    /// Values of up to 4 KiB are hashed whole. Of larger ones, the hash has the length and 64
-    /// blocks of 64 bytes at equal distances. It has them whole at the calls 1, 2, 4, 8 and so on
-    /// with the same number of bytes, and at few others. With `check_uncommitted` it always has
-    /// them whole. So a call costs less than a microsecond for each of its values in the long run.
+    /// Values of up to 4 KiB are hashed whole. Of larger values, the hash covers the length and 64
+    /// blocks of 64 bytes at equal distances. They are hashed whole at the calls 1, 2, 4, 8 and so
+    /// on with the same number of bytes, and at a few others. With `check_uncommitted` they are
+    /// always hashed whole. On average, a call takes less than a microsecond for each value.
     pub(crate) fn hash_values(&mut self, arrays: &[&MpmdArray]) -> Option<u64> {
         let mut hash: Option<Rolling> = None;
         let mut of_large = None;
@@ -76,8 +77,8 @@ impl Program {
         hash.map(Rolling::word)
     }
 
-    /// Counts a call that takes `arrays`, unless it is a part of [one](Self::as_one_call) that was
-    /// counted. Returns true if its host values are to be compared whole.
+    /// Counts a call that takes `arrays`, unless it is part of a [counted call](Self::as_one_call).
+    /// Returns true if its large host values must be compared whole.
     fn compares_whole(&mut self, arrays: &[&MpmdArray]) -> bool {
         if let Some(decided) = self.large_value_calls.of_call {
             return decided;
@@ -101,8 +102,8 @@ fn host_bytes(array: &MpmdArray) -> Option<&[u8]> {
     }
 }
 
-/// Returns [`BLOCKS`] blocks of values of more than [`WHOLE`] bytes, at equal distances, with the
-/// first and the last bytes. All but the last begin at a cache line.
+/// Returns [`BLOCKS`] blocks, at equal distances, of a value of more than [`WHOLE`] bytes. The
+/// first and the last bytes are included. All blocks but the last begin at a cache line.
 fn blocks(bytes: &[u8]) -> impl Iterator<Item = &[u8; BLOCK]> {
     let last = bytes.len() - BLOCK;
     let places = (0..BLOCKS).map(move |block| match block + 1 == BLOCKS {
@@ -113,8 +114,8 @@ fn blocks(bytes: &[u8]) -> impl Iterator<Item = &[u8; BLOCK]> {
 }
 
 impl Rolling {
-    /// Mixes `values`, the hash of a call's host values, into this hash of the call. Returns (the
-    /// mixed hash, both hashes apart). The second is `None` without host values.
+    /// Mixes `values`, the hash of a call's host values, into this hash of the call. Returns the
+    /// mixed hash, and both hashes separately. The second result is `None` without host values.
     pub(crate) fn mix_values(self, values: Option<u64>) -> (Self, Option<ValueHashes>) {
         match values {
             Some(hash) => (

@@ -10,32 +10,33 @@ use super::transports::listed;
 use crate::exec::Rolling;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};
 
-/// The running executable, also if its file was replaced since.
+/// Path of the running executable, valid even if its file was replaced.
 const RUNNING: &str = "/proc/self/exe";
 
-/// The number of bytes at the start of an executable that are searched for the build id. Linkers
-/// put it near the beginning.
+/// Number of bytes at the start of an executable that are searched for the build id. Linkers put
+/// the build id near the beginning.
 const NEAR: usize = 64 << 10;
 
-/// The type and name fields of a GNU build id note. They follow the lengths of the name and of the
-/// id.
+/// The type and name fields of a GNU build id note. In the file, the lengths of the name and of the
+/// id come before them.
 const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 
-/// The additional checks that a job makes.
+/// The additional checks that a job makes at run time.
 #[derive(Clone, Copy)]
 pub(super) struct JobChecks {
-    /// Compares host values of any size.
+    /// True if host values of any size are compared whole.
     pub(super) uncommitted: bool,
-    /// Compares the replicas of kernels' outputs.
+    /// True if the replicas of kernels' outputs are compared.
     pub(super) replicas: bool,
-    /// Recomputes one kernel call in this many; 0 for none.
+    /// Interval of the kernel calls that are recomputed; 0 for none.
     pub(super) replay: u64,
 }
 
-/// Returns the properties that must be equal on all processes of a job. These are the version of
+/// Returns a text of the properties that must be equal on all processes of a job: the version of
 /// mpmd, the executable, the devices, and the checks.
-/// Command-line arguments are not included, since some may concern only one process. A program
-/// names those that must be equal: `Builder::facts`.
+///
+/// Command-line arguments are not included, since some may concern only one process.
+/// `Builder::facts` adds those that must be equal.
 pub(super) fn fingerprint(topology: &Topology, checks: JobChecks, sizes: &[JobSize]) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
@@ -73,8 +74,8 @@ pub(super) fn fingerprint(topology: &Topology, checks: JobChecks, sizes: &[JobSi
     )
 }
 
-/// Lists the sizes of a job: consecutive ones together, and after the first few a hash of all,
-/// since the text has a limit.
+/// Lists the sizes of a job as text, consecutive sizes together. After the first few it adds a hash
+/// of all, since the text has a length limit.
 fn list_sizes(sizes: &[JobSize]) -> String {
     const MOST_LISTED: usize = 6;
     // `None` with one device for each process.
@@ -108,14 +109,14 @@ fn list_sizes(sizes: &[JobSize]) -> String {
     texts.join(", ")
 }
 
-/// Returns the properties that must be equal on all processes of a job beside that of the user's
-/// program, in which several executables take part.
+/// Returns the properties that must be equal on all processes of a side job, such as a link of a
+/// publisher. Its processes may run different executables.
 pub(super) fn fingerprint_beside(topology: &Topology) -> String {
     format!("mpmd {}, {}", env!("CARGO_PKG_VERSION"), devices(topology))
 }
 
-/// Describes the devices: their number, their kinds, and the path of CUDA collectives. If
-/// processes have unequal numbers, also these.
+/// Describes the devices: their number, their kinds, and the path of CUDA collectives. Lists the
+/// number of each process if these differ.
 fn devices(topology: &Topology) -> String {
     let mut devices = kinds(topology);
     let counts = topology.counts();
@@ -175,7 +176,7 @@ fn build(program: &Path) -> io::Result<String> {
     }
 }
 
-/// Finds the build id in the first bytes of an executable. `None` if there is none.
+/// Finds the build id in the first bytes of an executable. Returns `None` if there is none.
 fn number(start: &[u8]) -> Option<&[u8]> {
     let at = start
         .windows(KIND_AND_NAME.len())

@@ -20,7 +20,8 @@ use mpmd_memory::Reservation;
 use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 impl Program {
-    /// Creates an array on its owners: `fill` runs on each device, for that device's region.
+    /// Creates an array directly on its devices: `fill` runs on each device, for that device's
+    /// region.
     ///
     /// Moves nothing, and no process holds more than its own part. `fill` must compute each element
     /// only from the element's index in the whole array, as [`mpmd_layout::random`] does. Then the
@@ -119,8 +120,8 @@ impl Program {
         ))
     }
 
-    /// Returns the layout of an array to be filled. Fails if the sharding does not fit the shape,
-    /// or has unreduced axes.
+    /// Returns the layout of an array that is to be filled. Fails if the sharding does not fit the
+    /// shape, or has unreduced axes.
     fn layout_to_fill(
         &self,
         aval: &ShapedArray,
@@ -153,7 +154,7 @@ struct LocalPart {
     region: Region,
 }
 
-/// The job that fills a device's part of the array.
+/// The job that fills one device's region of the array.
 struct FillTask<F> {
     info: ShardInfo,
     runtime: Arc<Runtime>,
@@ -170,8 +171,9 @@ impl<F> FillTask<F>
 where
     F: Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static,
 {
-    /// Reserves memory for the part, which may block, and queues the job on its device. A failure
-    /// resolves `resolver`. `guard` keeps the operation in flight until the part is filled.
+    /// Reserves memory for the region, which may block, and queues the job on its device. A failure
+    /// resolves `resolver` as failed. `guard` keeps the operation in flight until the region is
+    /// filled.
     fn queue(self, kind: MemoryKind, guard: Option<OpGuard>, resolver: Resolver) {
         let runtime = self.runtime.clone();
         let local_index = self.local_index;
@@ -188,8 +190,8 @@ where
         }
     }
 
-    /// Fills the part in reserved memory, and resolves `resolver` with it. A failure resolves it
-    /// instead.
+    /// Fills the region in the reserved memory, and resolves `resolver` with the buffer or a
+    /// failure.
     fn run(self, reservation: Reservation, guard: Option<OpGuard>, resolver: Resolver) {
         let Self {
             info,

@@ -21,9 +21,11 @@ use mpmd_record::dry_run::{OpDescriptor, ShardMemory};
 /// Maximum size in bytes of a leaf that shares an operation.
 const SMALL_LEAF: usize = 64 << 10;
 
-/// Groups moves into operations, in order of their first leaves. Returns the places of the leaves
-/// of each operation. The leaves of one operation are small, come from the same devices in the same
-/// order, and go to the same devices. Host values, which every process has, are one source.
+/// Groups the moves of leaves into operations, in order of their first leaves. Returns the leaf
+/// indices of each operation.
+///
+/// The leaves of a joined operation are small. They come from the same devices in the same order,
+/// and go to the same devices. Host values, which every process has, count as one common source.
 pub(super) fn groups(moves: &[(&MpmdArray, &PutSteps)]) -> Vec<Vec<usize>> {
     let mut groups: Vec<Vec<usize>> = Vec::new();
     let mut open: HashMap<(Option<&[DeviceId]>, &[DeviceId]), usize> = HashMap::new();
@@ -48,7 +50,7 @@ pub(super) fn groups(moves: &[(&MpmdArray, &PutSteps)]) -> Vec<Vec<usize>> {
     groups
 }
 
-/// Returns the description of a move for messages.
+/// Returns the description, for messages, of a move with these plans.
 pub(super) fn what(plans: &[Arc<PutPlan>]) -> Arc<dyn fmt::Display + Send + Sync> {
     match plans {
         [plan] => plan.what.clone(),
@@ -59,8 +61,8 @@ pub(super) fn what(plans: &[Arc<PutPlan>]) -> Arc<dyn fmt::Display + Send + Sync
     }
 }
 
-/// Describes moves that share an operation. It holds no plan: the runtime keeps descriptions, and
-/// plans hold the runtime.
+/// The description of moves that share an operation. It must not hold a plan, because the runtime
+/// keeps descriptions and plans hold the runtime.
 struct JoinedWhat {
     leaves: usize,
     first: Arc<PutWhat>,
@@ -76,8 +78,7 @@ impl fmt::Display for JoinedWhat {
     }
 }
 
-/// Returns the descriptor of a move for a dry run: that of its only leaf, or those of all
-/// leaves joined.
+/// Returns the descriptor of a move for a dry run. It joins the descriptors of all leaves.
 pub(super) fn descriptor(plans: &[Arc<PutPlan>], may_alias: bool) -> OpDescriptor {
     let mut leaves = plans.iter().map(|plan| plan.descriptor(may_alias));
 

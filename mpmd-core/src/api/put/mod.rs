@@ -26,15 +26,15 @@ impl Program {
     /// Each process derives its own part from the ownership of regions: nothing, a local copy,
     /// sends, receives, or any mix. Any sharding moves to any other, on any devices. Returns
     /// without waiting for the move, but may block while the program is too far ahead or memory is
-    /// short. `to` is one sharding for all leaves, or a tree of them that is a prefix of `x`.
+    /// short. `to` is one sharding for all leaves, or a tree of shardings that is a prefix of `x`.
     ///
     /// An uncommitted array has the same values on every process, so placing it sends no message.
     ///
     /// Partial sums are added up, unless the target has the same layout. The terms are added in the
     /// order of the unreduced axes and in the array's dtype, so the bits do not depend on timing.
     /// Large partial sums with several target devices take two operations: each device adds up a
-    /// part, then the parts are gathered. A target with unreduced axes gets the values as its first
-    /// partial sum, and zeros as the others.
+    /// part, then the parts are gathered. If the target has unreduced axes, the first partial sum
+    /// gets the values and the others get zeros.
     ///
     /// # Errors
     ///
@@ -51,7 +51,7 @@ impl Program {
         self.put_at(x, &to.into(), MoveOptions::default(), at)
     }
 
-    /// Moves every array of a tree to a sharding, as [`Program::device_put`] does. `options` say
+    /// Moves every array of a tree to a sharding, as [`Program::device_put`] does. `options` sets
     /// whether to donate the sources, share memory and cache plans.
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl Program {
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
     }
 
-    /// Moves each array to the sharding beside it, as [`Program::device_put`] of a list does.
+    /// Moves each array to the sharding in its pair, as [`Program::device_put`] does for a list.
     #[track_caller]
     pub(crate) fn put_list(&mut self, moves: &[(&MpmdArray, &Sharding)]) -> Result<Vec<MpmdArray>> {
         let at = self.caller(Location::caller());
@@ -125,7 +125,7 @@ impl Program {
     }
 
     /// Issues the planned moves of arrays and returns handles to the results. [Joins](join) the
-    /// moves of small arrays between the same devices in one operation.
+    /// moves of small arrays between the same devices into one operation.
     pub(crate) fn put_all(
         &mut self,
         moves: &[(&MpmdArray, &PutSteps)],
@@ -191,8 +191,9 @@ impl Program {
         self.put_one(&summed, &steps.last, last, Some(&summed), at)
     }
 
-    /// Issues the planned move of `array` as one operation and returns a handle to the result. It
-    /// also completes only after the sends of `before`, the result of the same move's last step.
+    /// Issues the planned move of `array` as one operation and returns a handle to the result. If
+    /// the move has an earlier step with result `before`, it completes only after that step's
+    /// sends.
     pub(crate) fn put_one(
         &mut self,
         array: &MpmdArray,
@@ -353,15 +354,15 @@ impl Program {
     }
 }
 
-/// A move of arrays that is issued as one operation.
+/// The arrays, plans and options of a move that is issued as one operation.
 #[derive(Clone, Copy)]
 struct PutCall<'a> {
     arrays: &'a [&'a MpmdArray],
     /// The plan of each array.
     plans: &'a [Arc<PutPlan>],
     options: MoveOptions,
-    /// The result of the same move's last step: this move completes only after its sends. Only a
-    /// move of one array has one.
+    /// The result of the move's earlier step, if there is one: this step completes only after its
+    /// sends. Only a move of a single array has two steps.
     before: Option<&'a MpmdArray>,
     at: &'static Location<'static>,
 }
@@ -377,7 +378,7 @@ fn source_of(array: &MpmdArray) -> PutSource<'_> {
 struct PutAgain {
     plans: Vec<Arc<PutPlan>>,
     options: MoveOptions,
-    /// True if the source is the result of the same move's last step.
+    /// True if the source is the result of an earlier step of the same move.
     continues: bool,
 }
 
@@ -401,7 +402,7 @@ impl Again for PutAgain {
     }
 }
 
-/// Returns an error if two of these leaves, which are to be donated, are the same array.
+/// Returns an error if two of these leaves are the same array, which cannot be donated twice.
 pub(crate) fn refuse_twice(
     leaves: &[(String, &MpmdArray)],
 ) -> std::result::Result<(), IssueProblem> {

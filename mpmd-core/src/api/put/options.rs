@@ -5,14 +5,14 @@
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MoveOptions {
-    /// True to donate the source arrays. Every clone of them becomes unusable, and the memory of
-    /// each is freed as soon as no operation needs it. Off by default.
+    /// True to donate the source arrays. All clones of a donated array become unusable, and its
+    /// memory is freed as soon as no operation needs it. Off by default.
     pub donate: bool,
-    /// True to let the result share memory with the source. On by default, which is safe since
+    /// True to let the result share memory with the source. On by default. This is safe, since
     /// arrays never change.
     pub may_alias: bool,
-    /// True to look up plans in the plan cache and store them there. On by default. Turn it off for
-    /// arrays that are moved once.
+    /// True to look up plans in the plan cache and store new ones in it. On by default. Turn it off
+    /// for arrays that are moved only once.
     pub cache_plans: bool,
 }
 

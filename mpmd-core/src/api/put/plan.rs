@@ -10,17 +10,17 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::reshard::scattered;
 use mpmd_layout::sharding::{Layout, Sharding};
 
-/// The plans that move one array, in order.
+/// The one or two plans that move an array, in order.
 pub(crate) struct PutSteps {
-    /// The plan that first adds up the partial sums, so that each device has a part of the sum.
-    /// `None` if one move is enough.
+    /// The plan of the first step of two, which adds up partial sums so that each device has a part
+    /// of the sum. `None` if one step is enough.
     pub(super) first: Option<Arc<PutPlan>>,
     pub(super) last: Arc<PutPlan>,
 }
 
 impl Program {
     /// Returns the plans that move an array to a sharding. With `cache`, looks them up in the plan
-    /// cache and stores them there. Fails if the sharding does not fit the array.
+    /// cache and stores new ones in it. Fails if the sharding does not fit the array.
     pub(crate) fn put_steps(
         &mut self,
         path: &str,
@@ -57,8 +57,8 @@ impl Program {
     }
 
     /// Returns the plan of the direct move of an array to a sharding. With `cache`, looks it up in
-    /// the plan cache and stores it there. Fails if the array is of another program or does not fit
-    /// the sharding.
+    /// the plan cache and stores a new one in it. Fails if the array belongs to another program or
+    /// does not fit the sharding.
     pub(crate) fn put_plan(
         &mut self,
         path: &str,
@@ -77,7 +77,8 @@ impl Program {
     }
 
     /// Returns the plan of the direct move between two shardings, for arrays of this shape and
-    /// dtype, existing or not. `from` is `None` for host values. With `cache`, uses the plan cache.
+    /// dtype. No such array need exist. `from` is `None` for host values. With `cache`, uses the
+    /// plan cache.
     pub(crate) fn put_plan_between(
         &mut self,
         path: &str,

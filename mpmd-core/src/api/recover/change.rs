@@ -18,40 +18,40 @@ use crate::error::{Error, Result};
 use crate::exec::recovery_store::RecoveryStore;
 use crate::warning::warn_user;
 
-/// Bit of a process's word: more processes could take part in the job.
+/// Bit of a process's status word: it knows of more processes that could join the job.
 const COULD_GROW: u64 = 1;
 
-/// Bit of a process's word: the process asks to leave the job.
+/// Bit of a process's status word: it asks to leave the job.
 const ASKS_TO_LEAVE: u64 = 2;
 
-/// Bit of a process's word: the process was found to be slow or wrong, in this epoch or an earlier
-/// one, but had copies that were needed.
+/// Bit of a process's status word: it was found to be slow or wrong, but stayed because its copies
+/// were needed. Also set in later epochs.
 const IS_DROPPED: u64 = 4;
 
-/// Bit of a process's word: the process was found to compute wrong bits.
+/// Bit of a process's status word: it was found to compute wrong bits.
 const IS_WRONG: u64 = 8;
 
-/// First bit of a field of a process's word, up to [`TIME_BITS`]: the number of processes that can
-/// replace others.
+/// Lowest bit of a field of a process's status word: the number of processes that can replace
+/// others. The field ends below [`TIME_BITS`].
 const REPLACEMENTS_BIT: u32 = 4;
 const MOST_REPLACEMENTS: u64 = 15;
 
-/// Number of the low bits of a word before its time. The bits above are the microseconds in which
-/// the process's kernels have run so far, or in which it could not run.
+/// Lowest bit of the time field of a process's status word. The field has the microseconds for
+/// which kernels have run on the process, or for which it could not run.
 const TIME_BITS: u32 = 8;
 
-/// The words of a commit are read this number of commits later. At most this number of commits are
-/// on their way.
+/// Number of commits after which the status words of a commit are read. Also the maximum number of
+/// unfinished commits.
 const DELAY: usize = 2;
 
-/// A process that is to leave the job, and the reason.
+/// A process that should leave the job, and the reason.
 struct Leaver {
     process: ProcessId,
     why: String,
     cause: LeaveCause,
 }
 
-/// The cause for which a process is to leave. A smaller one goes first.
+/// The cause for which a process should leave. Smaller causes have priority.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum LeaveCause {
     Wrong,
@@ -59,7 +59,7 @@ enum LeaveCause {
     Asks,
 }
 
-/// Returns the process that is to leave by its own word.
+/// Returns the process as one that should leave, if its status word says so.
 fn leaver_of_word(process: ProcessId, word: u64) -> Option<Leaver> {
     let (cause, why) = if word & IS_DROPPED != 0 {
         let cause = match word & IS_WRONG {
@@ -80,7 +80,7 @@ fn leaver_of_word(process: ProcessId, word: u64) -> Option<Leaver> {
     })
 }
 
-/// Returns the number of processes that can replace others, by the words of all processes.
+/// Returns the number of processes that can replace others, from the status words of all processes.
 fn replacements(words: &[u64]) -> usize {
     let counts = words.iter().map(|word| word >> REPLACEMENTS_BIT);
     let most = counts.map(|count| count & MOST_REPLACEMENTS).max();
@@ -88,23 +88,26 @@ fn replacements(words: &[u64]) -> usize {
 }
 
 impl Commits {
-    /// Asks the job to go on without this process, such as before its machine is taken away. It
-    /// leaves in order after one of the next commits: there [`Program::commit`] returns
+    /// Asks the job to go on without this process, for instance before its machine is taken away.
+    /// The process leaves in order after one of the next commits. There [`Program::commit`] returns
     /// [`Error::EpochOver`] on every process, and
-    /// [`RecoveringBuilder::run`](crate::RecoveringBuilder::run) returns `None` here. The others go
-    /// on with a spare in its place or, in a job that [shrinks](crate::OnLoss::Shrink), without it.
+    /// [`RecoveringBuilder::run`](crate::RecoveringBuilder::run) returns `None` on this process.
+    /// The others continue with a spare instead or, in a job that [shrinks](crate::OnLoss::Shrink),
+    /// without it.
     ///
     /// This process has copies of the state, so it waits until the first commit of the others is
-    /// whole. If one of them is lost before, the program is called here once more, and leaves the
-    /// job later. If both processes with copies of a region ask, one of them leaves first.
+    /// whole. If another process is lost before, the program is called on this process once more,
+    /// and leaves the job later. If both processes with copies of a region ask, one of them leaves
+    /// first.
     ///
-    /// If the program does not go on with fewer processes ([`RecoveringBuilder::layout`]) and no
-    /// spare waits, this process stays and says the reason once. It leaves when a spare has come.
+    /// If the program cannot continue with fewer processes ([`RecoveringBuilder::layout`]) and
+    /// there is no spare, this process stays and prints the reason once. It leaves when a spare has
+    /// come.
     ///
     /// [`RecoveringBuilder::layout`]: crate::RecoveringBuilder::layout
     ///
-    /// If all processes ask, nothing happens but that [`Commits::all_ask_to_leave`] becomes true.
-    /// Can be called at any time, also from another thread. It cannot be taken back.
+    /// If all processes ask, no process leaves, but [`Commits::all_ask_to_leave`] becomes true. Can
+    /// be called at any time, also from another thread. The request cannot be withdrawn.
     ///
     /// ```no_run
     /// # fn f(commits: &mpmd_core::Commits, is_preempted: bool) {
@@ -117,21 +120,22 @@ impl Commits {
         self.kept.lock().asks_to_leave = true;
     }
 
-    /// True if the job may go on with more or fewer processes: see
+    /// True if the job may change its number of processes: see
     /// [`OnLoss::Shrink`](crate::OnLoss::Shrink).
     pub fn may_change(&self) -> bool {
         self.kept.lock().may_change
     }
 
-    /// True once all processes of the job have [asked](Commits::ask_to_leave) to leave it. It
-    /// changes at a commit, the same on every process. The program should then end.
+    /// True once all processes of the job have [asked](Commits::ask_to_leave) to leave it. The
+    /// value changes only at a commit, on every process at the same one. The program should then
+    /// end.
     pub fn all_ask_to_leave(&self) -> bool {
         self.kept.lock().all_ask_to_leave
     }
 }
 
 impl Program {
-    /// Returns the word of this process for its next commit.
+    /// Returns this process's status word for its next commit.
     pub(super) fn word(&self, kept: &Mutex<RecoveryStore>) -> u64 {
         let could_grow = self.could_have() > self.processes();
         let micros = self.runtime.kernel_nanos.load(Ordering::Relaxed) / 1000;
@@ -144,8 +148,8 @@ impl Program {
         bits | (replacements << REPLACEMENTS_BIT) | (micros << TIME_BITS)
     }
 
-    /// Returns the change on which the processes have agreed by the commit before the last, if any.
-    /// It is the same on every process.
+    /// Returns the change of the job, if any, that follows from the status words of the commit
+    /// before the last. The same on every process.
     pub(super) fn agreed_change(
         &mut self,
         kept: &Mutex<RecoveryStore>,
@@ -233,12 +237,12 @@ impl Program {
         }))
     }
 
-    /// Removes the last processes from `leave`, without which the program does not go on. Returns
-    /// them. They hear the reason once in an epoch.
+    /// Removes from the end of `leave` the processes without which the program cannot continue, and
+    /// returns them. The user is told the reason once in an epoch.
     ///
     /// # Errors
     ///
-    /// If one of them computes wrong bits: the job must not go on with it.
+    /// If one of these processes computes wrong bits: the job must not continue with it.
     fn keep_needed(
         &self,
         leave: &mut Vec<Leaver>,
@@ -273,7 +277,8 @@ impl Program {
         Ok(stay.into_iter().map(|leaver| leaver.process).collect())
     }
 
-    /// Waits until the commit that was just issued is whole on every process, and ends the epoch.
+    /// Waits until the commit that was issued last is whole on every process, then ends the epoch
+    /// by `change`.
     pub(super) fn end_by(
         &mut self,
         change: JobChange,

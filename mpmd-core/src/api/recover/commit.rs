@@ -18,33 +18,33 @@ use crate::exec::Rolling;
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::recovery_store::{CommitContents, IssuedCommit, RecoveryStore, hash};
 
-/// State that a commit keeps: a tree of arrays, or a type that has arrays and small values.
+/// State that a commit copies: a tree of arrays, or a type with arrays and small values.
 pub trait Committed {
-    /// Returns the arrays. Their number, shapes and dtypes are the same on every process and in
-    /// every epoch, and their order too, unless they have [names](Committed::names). Their
-    /// shardings may change from epoch to epoch.
+    /// Returns the arrays of the state. Their number, shapes and dtypes are the same on every
+    /// process and in every epoch. Their order must also be the same, unless they have
+    /// [names](Committed::names). Their shardings may change from epoch to epoch.
     fn arrays(&self) -> Vec<MpmdArray>;
 
-    /// Returns the names of the arrays. A commit is only restored into arrays of the same names.
-    /// If they are unique, their order may change from epoch to epoch. Without them their numbers
-    /// are used.
+    /// Returns the names of the arrays. A commit is restored only into arrays of the same names. If
+    /// names are unique, their order may change from epoch to epoch. Without names, arrays are
+    /// known by their index.
     fn names(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// Returns small values, such as a counter, in any encoding. They are the same on every
-    /// process: other values are a divergence of the processes. None by default.
+    /// Returns small values, such as a counter, in any encoding. They must be the same on every
+    /// process, or the programs diverge. Default: none.
     fn values(&self) -> Vec<u8> {
         Vec::new()
     }
 
-    /// Replaces the state by that of a commit: `arrays` have the shardings of
-    /// [`Committed::arrays`] and are in the same order.
+    /// Replaces the state by that of a commit. `arrays` have the order and the shardings of
+    /// [`Committed::arrays`].
     ///
     /// # Errors
     ///
-    /// If the state cannot be replaced, such as for values in another encoding. The same on every
-    /// process.
+    /// If the state cannot be replaced, such as for values in another encoding. The error must be
+    /// the same on every process.
     fn restore(&mut self, arrays: Vec<MpmdArray>, values: &[u8]) -> Result<()>;
 }
 
@@ -74,19 +74,18 @@ where
 }
 
 impl Program {
-    /// Keeps the state after `step` in memory, so that the job can go on from there after the loss
+    /// Copies the state after `step` to memory, so that the job can continue from it after the loss
     /// of a process. Every process must call it, with the same step and the same small values.
     ///
-    /// Each region of an array is copied to memory of its first device's process, and to that of
-    /// another process: on another host if there is one. The copies are freed once a newer commit
-    /// is known to be whole on every process. So each of the two processes has two to three copies
-    /// in its memory.
+    /// Each region of an array is copied to memory of its first device's process, and of another
+    /// process: on another host if there is one. The copies are freed once a newer commit is known
+    /// to be whole on every process. So each of the two processes holds two to three copies.
     ///
-    /// Does not wait for the copies. But no more than two commits may be on their way: until one of
-    /// them is known to be whole on every process, a third call blocks. A commit has all of the
-    /// state: a step may be committed once more, but not with other contents.
+    /// Does not wait for the copies, but at most two commits may be unfinished. A third call blocks
+    /// until one of them is known to be whole on every process. A commit holds all of the state.
+    /// The same step may be committed again, but not with other contents.
     ///
-    /// An object is committed by arrays that a method makes of it.
+    /// To commit an object, commit arrays that a method makes of it.
     ///
     /// Does nothing if the program does not [recover](crate::RecoveringBuilder), if the job has one
     /// process and [cannot grow](crate::OnLoss::Shrink), or if `step` is no multiple of
@@ -220,8 +219,8 @@ impl Program {
 }
 
 impl Program {
-    /// Tells the service when the first commit of the epoch is whole on every process: then
-    /// processes that leave are not needed any more. Does not block.
+    /// Reports to the rendezvous service when the first commit of the epoch is whole on every
+    /// process. Leaving processes are not needed from then on. Does not block.
     fn tell_when_whole(&self, whole: &MpmdArray) {
         if let (Some(tell), Some(shard)) = (self.whole_teller(), whole.shards().first()) {
             shard.slot.on_end(move |outcome| {
@@ -233,7 +232,7 @@ impl Program {
     }
 }
 
-/// The arrays of a state, and the rest of it.
+/// The arrays of a committed state, and its names and small values.
 pub(super) struct Snapshot {
     arrays: Vec<MpmdArray>,
     contents: Arc<CommitContents>,
@@ -246,8 +245,8 @@ impl Snapshot {
         Self { arrays, contents }
     }
 
-    /// Returns a hash of the names, small values and arrays. Arrays on devices are equal if they
-    /// are the same object. The same on every process.
+    /// Returns a hash of the names, small values and arrays, the same on every process. Arrays on
+    /// devices are compared by identity, not by value.
     fn identity(&self) -> u128 {
         let contents = self.contents.hash();
         let [low, high] = [contents as u64, (contents >> 64) as u64];
@@ -265,7 +264,7 @@ impl Snapshot {
     }
 }
 
-/// Returns one device of each process, by process.
+/// Returns the first device of each process, indexed by process.
 pub(super) fn first_devices(topology: &Topology) -> Vec<DeviceId> {
     let processes = (0..topology.processes() as u32).map(ProcessId);
     processes
@@ -273,8 +272,8 @@ pub(super) fn first_devices(topology: &Topology) -> Vec<DeviceId> {
         .collect()
 }
 
-/// Returns the sharding in which the buddy of each device holds its region. Without a `distance`, a
-/// device of each process has the whole array.
+/// Returns the sharding in which each device's buddy holds the device's region in host memory.
+/// Without `distance`, one device of each process holds the whole array.
 fn with_buddies(
     owned: &Sharding,
     aval: &ShapedArray,
@@ -299,9 +298,11 @@ fn with_buddies(
     Ok(Sharding::enumerated(shards.collect())?.with_memory_kind(MemoryKind::Host))
 }
 
-/// Returns the distance between the numbers of a device and its buddy, modulo the number of
-/// devices: the smallest with which all buddies are on other processes, and most on other hosts.
-/// `None` if there is none, since a process has more than half of the devices; 0 for a job of one
+/// Returns the number that is added to a device's index, modulo the number of devices, to get its
+/// buddy. It is the smallest with which all buddies are on other processes, and as many as possible
+/// on other hosts.
+///
+/// `None` if no number works, since a process has more than half of the devices; 0 for a job of one
 /// process.
 fn distance(topology: &Topology) -> Option<usize> {
     if topology.processes() == 1 {
@@ -350,8 +351,8 @@ fn distance(topology: &Topology) -> Option<usize> {
     best.map(|(_, distance)| distance)
 }
 
-/// True if each region still has a copy on a process that stays, if `process` leaves besides those
-/// in `leave`.
+/// True if each region keeps a copy on a remaining process when `process` leaves in addition to
+/// those in `leave`.
 pub(super) fn can_leave(topology: &Topology, leave: &[ProcessId], process: ProcessId) -> bool {
     let stays = |owner: ProcessId| owner != process && !leave.contains(&owner);
     let owners: Vec<ProcessId> = topology

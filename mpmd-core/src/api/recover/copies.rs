@@ -24,25 +24,25 @@ use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::exec::recovery_store::{CommitId, RegionCopy, hash};
 use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime};
 
-/// An array to commit.
+/// An array whose regions are committed.
 pub(super) struct ArrayToCopy<'a> {
     pub(super) array: &'a MpmdArray,
-    /// The regions of the array at their buddies.
+    /// The array moved to the sharding in which buddies hold its regions.
     pub(super) buddies: &'a MpmdArray,
     /// The layout of the array with one device per region.
     pub(super) layout: Arc<Layout>,
 }
 
-/// The copies of a commit, after their operation was issued.
+/// Handles to the copies of a commit, once their operation is issued.
 pub(super) struct IssuedCopies {
-    /// The copies of this process, to be filled.
+    /// The list of this process's copies, which grows as they are made.
     pub(super) made: Arc<Mutex<Vec<RegionCopy>>>,
-    /// An array with a shard for each process: its `word`. The shard is there once that process has
-    /// made its copies.
+    /// An array of the status words, one shard for each process. A process's shard is ready once
+    /// its copies are made.
     pub(super) whole: MpmdArray,
 }
 
-/// A region that this process copies, and the slot that has it.
+/// A region that this process copies, and the async buffer that contains it.
 struct RegionToCopy {
     copy: PlannedCopy,
     /// True if the region is in the memory of a CUDA device.
@@ -50,34 +50,36 @@ struct RegionToCopy {
     slot: AsyncBuffer,
 }
 
-/// The copy of a region of an array.
+/// The description of one region's copy.
 struct PlannedCopy {
     array: usize,
     is_own: bool,
     region: Region,
-    /// The region of the slot's bytes, which contains the copied one.
+    /// The region of all bytes in the source buffer. It contains `region`.
     held: Region,
     /// Bytes per element.
     item: usize,
 }
 
-/// The copies of a commit that this process makes. The operation ends with the last holder.
+/// The state of a commit's copies on this process. The operation ends when the last holder drops
+/// it.
 struct CommitCopying {
     runtime: Arc<Runtime>,
     memory: Pool,
     made: Arc<Mutex<Vec<RegionCopy>>>,
     state: Mutex<CopyingState>,
-    /// The value of this process's shard of [`IssuedCopies::whole`]: the requests of this process.
+    /// This process's status word, to be stored in its shard of [`IssuedCopies::whole`].
     word: u64,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,
 }
 
-/// The progress of a commit's copies.
+/// The progress of this process's copies of a commit.
 struct CopyingState {
-    /// Number of regions that are not copied yet, and one more until all are queued.
+    /// Number of regions that are not copied yet, plus 1 until all are queued.
     left: usize,
-    /// Says when all regions are copied. `None` once it was kept.
+    /// Resolves this process's shard of [`IssuedCopies::whole`] when all regions are copied or one
+    /// has failed. `None` after that.
     resolver: Option<Resolver>,
 }
 
@@ -88,8 +90,8 @@ struct CommitDescription {
 }
 
 impl Program {
-    /// Issues the operation that copies the regions of the commit `id`. `word` is the value of this
-    /// process's shard.
+    /// Issues the operation that copies the regions of the commit `id`. `word` is this process's
+    /// status word, stored in its shard of [`IssuedCopies::whole`].
     pub(super) fn issue_copies(
         &mut self,
         id: CommitId,
@@ -178,8 +180,8 @@ impl Program {
 }
 
 impl RegionToCopy {
-    /// Returns the regions of an array that this process copies: the regions that it owns, and the
-    /// regions of which it is the buddy.
+    /// Returns the regions of an array that this process copies: its own regions, and those for
+    /// which it is the buddy.
     fn of_array(runtime: &Runtime, number: usize, to_copy: &ArrayToCopy<'_>) -> Vec<Self> {
         let ArrayToCopy {
             array,
@@ -234,7 +236,7 @@ impl RegionToCopy {
 }
 
 impl CommitCopying {
-    /// Queues the copy of a region for the moment when it is there. Does not block.
+    /// Queues the copy of a region, to run when the region's buffer is filled. Does not block.
     fn begin(self: &Arc<Self>, source: RegionToCopy) {
         let RegionToCopy {
             copy,
@@ -257,7 +259,7 @@ impl CommitCopying {
         });
     }
 
-    /// Copies a region of `bytes`.
+    /// Copies a region out of the source buffer `bytes`.
     fn copy(&self, copy: PlannedCopy, bytes: SharedBuffer) {
         let PlannedCopy {
             array,
@@ -296,7 +298,7 @@ impl CommitCopying {
         }
     }
 
-    /// Notes that a region was copied, or has failed.
+    /// Records that the copy of a region has ended, with success or failure.
     fn end(&self, copied: std::result::Result<(), Arc<Failure>>) {
         let mut state = self.state.lock();
         state.left -= 1;

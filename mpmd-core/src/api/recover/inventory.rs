@@ -17,33 +17,34 @@ use crate::exec::Doing;
 use crate::exec::recovery_store::{CommitCopies, CommitId, RegionCopy};
 use crate::warning::warn_user;
 
-/// The largest numbers of lost commits, and of lost arrays of each, that an error names.
+/// Maximum number of lost commits that an error names. [`MOST_NAMES`] limits the lost arrays of
+/// each.
 const MOST_COMMITS: usize = 3;
 const MOST_NAMES: usize = 4;
 
-/// The bytes of one message with a part of a value that may be large.
+/// Bytes of a large value that [`tell`] sends in one message.
 const PIECE: usize = 256 << 10;
 
-/// The commits of which a process has copies.
+/// The list of the commits of which a process has copies, and further facts about the process.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Inventory {
     pub(super) commits: Vec<(CommitId, CommitEntry)>,
     /// The newest commit that is known to be whole on every process.
     known: CommitId,
     pub(super) stuck: (CommitId, u32),
-    /// The newest step that this process has come to.
+    /// The newest step for which this process has called `Program::commit`.
     pub(super) reached: u64,
-    /// The age of the job, and the part of it that was lost.
+    /// The age of the job, and the time of it that was lost by failures.
     pub(super) time: (Duration, Duration),
-    /// Time since the loss of a process, and the failure. `None` on a process that is new in the
-    /// job.
+    /// The time since the loss of a process, and its failure. `None` on a process that is new in
+    /// the job.
     pub(super) lost: Option<(Duration, String)>,
     pub(super) pid: u32,
-    /// The number of processes of the epoch before; 0 on a process that is new in the job.
+    /// The number of processes in the epoch before; 0 on a process that is new in the job.
     pub(super) processes: usize,
 }
 
-/// The copies of a commit on a process.
+/// The copies that a process has of one commit.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(super) struct CommitEntry {
     /// The number of elements of each array of the commit.
@@ -51,7 +52,7 @@ pub(super) struct CommitEntry {
     copies: Vec<CopyEntry>,
 }
 
-/// A copy of a region. The ranges are (start, end) by dimension.
+/// A copy of a region. Its `ranges` are (start, end) of each dimension.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 struct CopyEntry {
     array: usize,
@@ -61,7 +62,7 @@ struct CopyEntry {
     hash: u128,
 }
 
-/// The process from which a region comes, and the hash of its bytes.
+/// A region of an array, the process that sends it, and the hash of its bytes.
 #[derive(Clone, Debug)]
 pub(super) struct RegionSource {
     pub(super) region: Region,
@@ -69,14 +70,15 @@ pub(super) struct RegionSource {
     pub(super) hash: u128,
 }
 
-/// The commit from which the job goes on, and the sources of the regions of each of its arrays.
+/// The commit that the job restores, and for each array the sources of its regions.
 pub(super) struct ChosenCommit {
     pub(super) id: CommitId,
     pub(super) sources: Vec<Vec<RegionSource>>,
 }
 
 impl Commits {
-    /// Returns the inventories of all processes, which check their copies at the same time.
+    /// Exchanges the inventories of all processes. Each process first checks the hashes of its
+    /// copies.
     pub(super) fn tell_inventories(
         &self,
         p: &mut Program,
@@ -89,8 +91,8 @@ impl Commits {
             .collect()
     }
 
-    /// Drops the copies with bytes that have changed since they were made: the other process may
-    /// have an intact one. The copy workers read all of them. Blocks until they have.
+    /// Drops the copies whose bytes have changed since they were made, because the other holder may
+    /// have an intact copy. Copy workers read all copies. Blocks until they have finished.
     fn drop_damaged(&self, p: &Program, at: &'static Location<'static>) {
         let runtime = &p.runtime;
         let (found, damaged) = mpsc::channel();
@@ -189,7 +191,7 @@ impl Commits {
     }
 }
 
-/// Tells every process a value of any size that process `from` has.
+/// Broadcasts a value of any size from process `from`, and returns it on every process.
 pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     p: &mut Program,
     from: ProcessId,
@@ -214,8 +216,9 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     }
 }
 
-/// Returns the newest commit that is whole. `None` if none is, and none is known to have been.
-/// `name` returns the name of an array of a commit, for messages.
+/// Chooses the newest whole commit. Returns `None` if no commit was ever known to be whole, and
+/// fails if a known whole commit is lost. `name` returns the name of an array of a commit, for
+/// messages.
 pub(super) fn choose(
     inventories: &[Inventory],
     name: &dyn Fn(CommitId, usize) -> Option<String>,
@@ -274,8 +277,8 @@ pub(super) fn choose(
     }
 }
 
-/// Returns the regions of an array in a commit, each with a process that has it: its owner if that
-/// is left. Leaves out regions whose copies differ.
+/// Returns the regions of an array in a commit, each with a process that has a copy: the owner if
+/// it is still there. Leaves out regions whose copies differ.
 fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<RegionSource> {
     let mut found: BTreeMap<_, Vec<(ProcessId, &CopyEntry)>> = BTreeMap::new();
     for (process, inventory) in (0..).map(ProcessId).zip(inventories) {

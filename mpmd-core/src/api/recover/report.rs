@@ -10,38 +10,39 @@ use super::inventory::Inventory;
 use crate::api::program::Program;
 use crate::warning::tell_user;
 
-/// The begin of a later epoch, after the loss of a process or a change of the job: see
-/// [`Commits::last_recovery`]. It is the same on every process.
+/// The start of a later epoch, after the loss of a process or a change of the job. The same on
+/// every process. See [`Commits::last_recovery`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Recovery {
-    /// The number of the epoch that began.
+    /// The number of the new epoch.
     pub epoch: u64,
-    /// The step of the commit from which the job goes on; 0 if no commit is whole.
+    /// The step of the commit from which the job continues; 0 if no commit is whole.
     pub step: u64,
-    /// The newest step that was issued before. The job repeats the steps after `step` up to it.
+    /// The newest step for which [`Program::commit`] was called before the new epoch. The job
+    /// repeats the steps after `step` up to this one.
     pub reached: u64,
-    /// The number of processes of the epoch before, and of this one.
+    /// The number of processes in the epoch before, and in the new one.
     pub processes: (usize, usize),
     /// Seconds from the end of the earlier epoch until all processes had met in the new one.
     pub seconds: f64,
-    /// The share of the job's time so far that counted, from 0 to 1. The rest passed between a loss
-    /// and the moment when the step that the job had reached was issued again.
+    /// The useful share of the job's time so far, from 0 to 1. The rest passed between each loss
+    /// and the time at which the job had repeated the lost steps.
     pub useful: f64,
-    /// (process, its number in the system) for each process that is new in the job.
+    /// (process, system id) of each process that is new in the job.
     pub new: Vec<(ProcessId, u32)>,
-    /// The reason why the earlier epoch ended, such as the loss of a process.
+    /// The reason why the epoch before ended, such as the loss of a process.
     pub failure: String,
 }
 
 impl Commits {
-    /// The recovery with which the running epoch began: [`Commits::restore`] sets it. `None` in the
-    /// first epoch.
+    /// Returns the recovery at the start of the current epoch, once [`Commits::restore`] was
+    /// called. `None` in the first epoch.
     pub fn last_recovery(&self) -> Option<Recovery> {
         self.recovery.lock().clone()
     }
 
-    /// Notes that the job goes on from the commit of `step`. Tells the user, on process 0.
+    /// Records that the job continues from the commit of `step`. Process 0 tells the user.
     pub(super) fn report(
         &self,
         p: &Program,

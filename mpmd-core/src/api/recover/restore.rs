@@ -12,19 +12,19 @@ use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::recovery_store::{CommitContents, CommitCopies, CommitId};
 
-/// The number of epochs that may begin at one commit. A job that loses processes again and again
-/// without a newer commit ends.
+/// Maximum number of epochs that may begin with the same commit. A job that keeps losing processes
+/// without a newer commit then ends.
 const MOST_RESTARTS: u32 = 5;
 
 impl Commits {
-    /// Replaces `state` by the state of the newest whole commit, and returns the commit's step.
-    /// Returns 0 and changes nothing if there is no commit. Every process must call it, in every
-    /// epoch, once and before its first commit. Blocks until the state is there.
+    /// Replaces `state` by the state of the newest whole commit, and returns the commit's step. If
+    /// there is no commit, returns 0 and changes nothing. Every process must call it once in every
+    /// epoch, before its first commit. Blocks until the state is restored.
     ///
     /// Each region comes from its owner at the time of the commit, or from the owner's buddy if the
-    /// owner is lost. It moves to the present sharding of its array in `state`, which may be one
-    /// over another number of processes. A copy is not used if its hash differs from the one that
-    /// was taken at the commit.
+    /// owner is lost. It moves to the present sharding of its array in `state`, which may be over
+    /// another number of processes. A copy is not used if its hash differs from the hash at the
+    /// commit.
     ///
     /// # Errors
     ///
@@ -138,7 +138,7 @@ impl Commits {
         Ok(id.step)
     }
 
-    /// Counts an epoch that begins with a commit, and fails if too many began with its state.
+    /// Counts the epochs that begin with commit `id`, and fails if there are too many.
     fn count_restart(&self, inventories: &[Inventory], id: CommitId) -> Result<()> {
         let before = inventories
             .iter()
@@ -160,15 +160,15 @@ impl Commits {
     }
 }
 
-/// Returns the number of epochs that began with the state of the commit `id`, the last of them now.
-/// The epoch before began with the commit `last`, as the `before`-th epoch to do so.
+/// Returns the number of consecutive epochs that began with the state of commit `id`, including
+/// this one. The epoch before began with the commit `last` and was the `before`-th such epoch.
 fn restarts(last: CommitId, before: u32, id: CommitId) -> u32 {
     // The first commit of an epoch that restored one has the same state.
     let is_same = before > 0 && (id == last || id.epoch > last.epoch && id.number == 1);
     if is_same { before + 1 } else { 1 }
 }
 
-/// Returns the contents of a commit, from the first process that has them.
+/// Returns the names and small values of a commit, from the first process that has them.
 fn contents(
     p: &mut Program,
     id: CommitId,

@@ -23,28 +23,30 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::recovery_store::{RegionCopy, hash};
 
-/// A region of an array in this process's memory.
+/// A region of an array that is in this process's memory.
 struct HeldRegion {
     region: Region,
     bytes: SharedBuffer,
-    /// The hash that the bytes must have, of a copy that was made at the commit.
+    /// The hash that the bytes must have; `None` for a region that was moved, and so checked
+    /// before.
     hash: Option<u128>,
 }
 
-/// The first holders of an array's new sharding: one device per region.
+/// An array's new sharding, reduced to the first device of each region.
 struct ArrayHome {
     sharding: Sharding,
     layout: Arc<Layout>,
 }
 
-/// A region on its way to this process.
+/// A region that is being moved between processes.
 struct ComingRegion {
     array: usize,
     region: Region,
 }
 
-/// Makes `like.len()` arrays of the regions in `sources`, in the shardings of `like`. `copies` are
-/// the copies of this process. Blocks until the regions have moved, not until the arrays are there.
+/// Creates `like.len()` arrays from the regions in `sources`, in the shardings of `like`. `copies`
+/// are the copies of this process. Blocks until the regions have moved, but not until the arrays
+/// are filled.
 pub(super) fn restore_arrays(
     p: &mut Program,
     like: &[MpmdArray],
@@ -75,8 +77,8 @@ pub(super) fn restore_arrays(
     p.device_put_with(&made, shardings, options)
 }
 
-/// Moves the regions in `sources` to the processes that need a part of them at their new `homes`.
-/// Returns the regions of each array that this process has then.
+/// Moves the regions in `sources` to the processes that need a part of them in their new `homes`.
+/// Returns, for each array, the regions that this process then has.
 fn move_regions(
     p: &mut Program,
     like: &[MpmdArray],
@@ -160,7 +162,7 @@ fn move_regions(
     Ok(held)
 }
 
-/// Makes an array like `array` in the sharding `home`, from regions in this process's memory.
+/// Creates an array like `array` in the sharding `home`, from regions in this process's memory.
 fn put_together(
     p: &mut Program,
     array: &MpmdArray,
@@ -195,8 +197,8 @@ fn put_together(
     })
 }
 
-/// Returns the devices that need a part of a region, each with that part. The parts are relative to
-/// the region.
+/// Returns the devices that need a part of a region, each with that part. Its indices are relative
+/// to the start of the region.
 fn targets(homes: &Layout, region: &Region) -> Vec<(DeviceId, Region)> {
     let needs = homes.iter().filter_map(|(device, home)| {
         let part = home.intersect(region)?;
@@ -208,7 +210,7 @@ fn targets(homes: &Layout, region: &Region) -> Vec<(DeviceId, Region)> {
     needs.collect()
 }
 
-/// Returns the region with other bounds, made from (dimension, bound).
+/// Returns a region whose bounds are `to(dimension, bound)` of the given region's bounds.
 fn shifted(region: &Region, to: impl Fn(usize, usize) -> usize) -> Region {
     let ranges = region.ranges().enumerate();
     Region::new(
@@ -218,7 +220,7 @@ fn shifted(region: &Region, to: impl Fn(usize, usize) -> usize) -> Region {
     )
 }
 
-/// Returns the bytes of a copy, if they have this hash.
+/// Returns the bytes of a copy. Fails if they are missing or do not have the expected hash.
 fn intact<'a>(
     bytes: Option<&'a SharedBuffer>,
     region: &Region,

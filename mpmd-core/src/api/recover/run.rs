@@ -28,10 +28,10 @@ pub struct RecoveringBuilder {
     slow: Option<f64>,
 }
 
-/// The settings of the epochs of a program.
+/// The settings of a recovering program that apply in each epoch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct EpochRules {
-    /// Only multiples of this step are committed.
+    /// The interval of commits: only steps that are multiples of it are committed.
     pub(crate) every: u64,
     /// True if later epochs may have another number of processes.
     pub(crate) may_change: bool,
@@ -39,31 +39,31 @@ pub(crate) struct EpochRules {
     pub(crate) slow: Option<f64>,
 }
 
-/// The way in which a job goes on if no process is left for the place of a lost one.
+/// The way in which a job continues if no spare can replace a lost process.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum OnLoss {
-    /// It waits for a process, at most for the peer timeout, and then ends with an error.
+    /// The job waits for a new process, at most for the peer timeout, and then ends with an error.
     #[default]
     Wait,
-    /// It goes on with the processes that are left, and takes in others that come later.
+    /// The job continues with the remaining processes, and takes in others that come later.
     ///
     /// The program is called with another number of [processes](Program::processes). They are
-    /// numbered anew, in the same order; those that come get the numbers after them. The devices
-    /// stay: they are divided anew over the processes, as evenly as possible, so a process may have
-    /// several. A program that asks for the devices alone computes the same bits as before. Another
-    /// number of devices is that of [`RecoveringBuilder::layout`]. [`Commits::restore`] moves the
+    /// renumbered in the same order, and new processes get the numbers after them. The devices
+    /// stay, but are divided anew over the processes, as evenly as possible. So a process may have
+    /// several. A program that depends only on the devices computes the same bits as before.
+    /// [`RecoveringBuilder::layout`] sets another number of devices. [`Commits::restore`] moves the
     /// state to the new shardings.
     ///
-    /// It waits first for processes of which it knows: spares, and those that `mpmd run --restart`
-    /// may start. Later, a process that waits for a place is taken in after one of the next
-    /// commits, without the loss of a step: there [`Program::commit`] returns
-    /// [`Error::EpochOver`]. The job gets as many processes as it was started with, and one more
-    /// for each that `mpmd run --add` has added.
+    /// The job first waits for processes that it knows of: spares, and those that `mpmd run
+    /// --restart` may start. Later, a waiting process is taken in after one of the next commits,
+    /// without the loss of a step: there [`Program::commit`] returns [`Error::EpochOver`]. The job
+    /// grows to at most its number of processes at the start, plus one for each that `mpmd run
+    /// --add` has added.
     Shrink,
 }
 
-/// The layout of [`RecoveringBuilder::layout`].
+/// The function given to [`RecoveringBuilder::layout`].
 #[derive(Clone)]
 struct GivenLayout(Arc<LayoutFn>);
 
@@ -73,10 +73,10 @@ impl fmt::Debug for GivenLayout {
     }
 }
 
-/// The commits of a job, as far as this process has them in its memory.
+/// Access to the commits of a job, of which this process has copies in its memory.
 ///
-/// [`Program::commit`] adds one. After the loss of a process, [`Commits::restore`] continues from
-/// the newest that is whole.
+/// [`Program::commit`] adds a commit. After the loss of a process, [`Commits::restore`] continues
+/// from the newest whole commit.
 #[derive(Clone, Debug)]
 pub struct Commits {
     pub(super) kept: Arc<Mutex<RecoveryStore>>,
@@ -84,12 +84,12 @@ pub struct Commits {
 }
 
 impl Builder {
-    /// Makes the program survive lost processes: [`RecoveringBuilder::run`] calls it again when a
-    /// process is lost, with another process in the free place.
+    /// Makes the program survive lost processes. When a process is lost, another one takes its
+    /// place and [`RecoveringBuilder::run`] calls the program again.
     ///
-    /// `spares` of the processes that the launcher starts wait for such a place. It counts under
-    /// launchers that know no spares, such as Slurm and `mpirun`. `mpmd run --spares` says it for
-    /// the program.
+    /// `spares` is the number of started processes that wait as spares. It applies under launchers
+    /// without spares, such as Slurm and `mpirun`. Under `mpmd run`, the option `--spares` sets the
+    /// number.
     pub fn spares(self, spares: usize) -> RecoveringBuilder {
         let on_loss = OnLoss::default();
         RecoveringBuilder {
@@ -104,36 +104,37 @@ impl Builder {
 }
 
 impl RecoveringBuilder {
-    /// Commits only steps that are multiples of `steps`: other calls of [`Program::commit`] do
-    /// nothing. 1 by default; 0 counts as 1.
+    /// Sets the interval of commits. At steps that are no multiple of `steps`, [`Program::commit`]
+    /// does nothing. The default is 1; 0 counts as 1.
     pub fn every(mut self, steps: u64) -> Self {
         self.every = steps.max(1);
         self
     }
 
-    /// Sets what the job does if no process is left for the place of a lost one: by default it
-    /// [waits](OnLoss::Wait).
+    /// Sets how the job continues if no spare can replace a lost process. The default is to
+    /// [wait](OnLoss::Wait).
     pub fn on_loss(mut self, on_loss: OnLoss) -> Self {
         self.on_loss = on_loss;
         self
     }
 
-    /// Sets the function that says with how many devices the program goes on with a number of
-    /// processes, for a job that [shrinks](OnLoss::Shrink). By default it goes on with the devices
-    /// of the start, and with any number of processes up to that of the devices. The devices are
-    /// divided as evenly as possible.
+    /// Sets a function that returns the number of devices for each number of processes, in a job
+    /// that [shrinks](OnLoss::Shrink). By default the devices of the start stay, for any number of
+    /// processes up to the number of devices. Devices are divided as evenly as possible.
     ///
-    /// Each process needs a device. With a number of processes for which the function returns fewer
-    /// devices, the program does not go on: an added process waits until one of the others is lost.
-    /// The function is asked before the job begins, for each number up to four times that of the
-    /// start, and at least up to 256: the job grows no further.
+    /// Each process needs a device. The program does not continue with a number of processes for
+    /// which the function returns fewer devices. An added process then waits until another one is
+    /// lost. Before the job begins, the function is called for each number of processes up to a
+    /// limit. The limit is 256 or four times the number at the start, whichever is larger. The job
+    /// does not grow further.
     ///
-    /// Its error is the reason why the program does not go on, such as the memory that is missing:
-    /// the job then waits for processes, at most for the peer timeout, and ends with that reason.
-    /// It must say the same on every process. The first epoch has the devices of the start anyway.
+    /// An error of the function is the reason why the program cannot continue with that number,
+    /// such as missing memory. The job then waits for processes, at most for the peer timeout, and
+    /// ends with that reason. The function must return the same on every process. It does not
+    /// change the devices of the first epoch.
     ///
-    /// The program may use fewer processes and devices than there are: each process has a part of
-    /// the state, so none of those that are left is turned away.
+    /// The program may use fewer processes and devices than there are. Each process holds a part of
+    /// the state, so a job never turns away a remaining process.
     pub fn layout<F>(mut self, layout: F) -> Self
     where
         F: Fn(usize) -> Result<usize, String> + Send + Sync + 'static,
@@ -142,24 +143,25 @@ impl RecoveringBuilder {
         self
     }
 
-    /// Drops a process that has become slower by more than `factor`, at least 1.5: a spare has its
-    /// place then, or the job [shrinks](OnLoss::Shrink). Off by default.
+    /// Drops a process that has become slower by more than `factor`, at least 1.5. A spare takes
+    /// its place, or the job [shrinks](OnLoss::Shrink). Off by default; used only in a job that
+    /// shrinks.
     ///
-    /// Compares times from commit to commit: those in which a process's kernels run on CPU devices,
-    /// or the system has stopped the process. The median of the last twelve is compared with that
-    /// of the first twelve of the epoch. The change of the other processes does not count. A line
-    /// on process 0 says which process it was, with the times. On the process that is dropped,
-    /// [`RecoveringBuilder::run`] returns `None`. Only in a job that shrinks.
+    /// The measured time lies between two commits: the time in which the process's kernels run on
+    /// CPU devices, or in which the system has stopped the process. The median of the last twelve
+    /// times is compared with the median of the first twelve of the epoch. The same change on the
+    /// other processes is discounted. Process 0 prints a line with the process and its times. On
+    /// the dropped process, [`RecoveringBuilder::run`] returns `None`.
     pub fn drop_slow(mut self, factor: f64) -> Self {
         self.slow = Some(factor.max(1.5));
         self
     }
 
     /// Joins the job that this process was started for, runs `program` and finishes, as
-    /// [`Builder::run`] does. Returns the value of `program`, or `None` on a spare that was not
-    /// needed, and on a process that has [asked to leave](Commits::ask_to_leave).
+    /// [`Builder::run`] does. Returns the value of `program`. Returns `None` on an unused spare,
+    /// and on a process that has [asked to leave](Commits::ask_to_leave).
     ///
-    /// If a process is lost, the others leave the job's epoch, and meet again under the next one
+    /// If a process is lost, the others leave the job's epoch. They meet again in the next one,
     /// with a spare or a new process in the free place. Then `program` is called again. It issues
     /// everything anew, and starts from [`Commits::restore`]. Arrays and other handles of the
     /// earlier epoch must not be used. A job of one process runs `program` once.
@@ -196,7 +198,8 @@ impl RecoveringBuilder {
     }
 }
 
-/// Adds to the error of a job that lacks processes the reason why it does not go on with the rest.
+/// Extends the error of a job that lacks processes by the reason why the job cannot continue with
+/// the remaining ones.
 fn with_reason(error: Error, layout: Option<&LayoutFn>) -> Error {
     let Error::Launch(LaunchError::Rendezvous(RendezvousError::Missing {
         ref missing,
@@ -219,8 +222,8 @@ fn with_reason(error: Error, layout: Option<&LayoutFn>) -> Error {
     }
 }
 
-/// Runs the program in each epoch of a job. `join` joins the next one, in which this process is
-/// returning unless it is its first.
+/// Runs the program in each epoch of a job. `join` joins the next epoch; its argument is this
+/// process's state from the epoch before, `None` in the first.
 #[track_caller]
 pub(crate) fn run_epochs<T, E>(
     rules: EpochRules,

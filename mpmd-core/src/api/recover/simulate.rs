@@ -10,10 +10,10 @@ use crate::error::Result;
 impl Simulation {
     /// Runs a program that [recovers](crate::RecoveringBuilder::run) from lost processes, and
     /// commits steps that are multiples of `every`. Returns the result of each process, spares
-    /// included, and a report. The value of a spare that was not needed is `None`.
+    /// included, and a report. The result of an unused spare is `None`.
     ///
-    /// Faults count processes as they start, not their places in the job. A process that is lost
-    /// has an error.
+    /// Faults identify processes by the order in which they start, not by their numbers in the job.
+    /// The result of a lost process is an error.
     ///
     /// # Panics
     ///

@@ -10,8 +10,8 @@ use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Runtime};
 
 impl Capture {
-    /// Converts the capture to a step that can be replayed, with these results. `issued` is the
-    /// number of the step's last operation, and `hash` the rolling hash after it.
+    /// Converts the capture to a replayable step with these results. `issued` is the number of the
+    /// step's last operation, and `hash` the rolling hash after it.
     pub(super) fn finish(
         mut self,
         runtime: &Arc<Runtime>,
@@ -97,8 +97,9 @@ impl Capture {
         }
     }
 
-    /// Assigns a storage place to each array that an operation makes and a later one or a result
-    /// needs. A place is reused after the last use. `kept` returns the source of any other array.
+    /// Assigns a storage slot to each array that an operation makes and that a later operation or a
+    /// result needs. A slot is reused after its array's last use. `kept` returns the source of any
+    /// array that is not made by the step.
     fn place_values(
         &self,
         results: &[ArrayOrigin],
@@ -180,8 +181,8 @@ impl Capture {
         }
     }
 
-    /// Returns the index in `here` of the last operation that takes each array that an operation
-    /// makes; `usize::MAX` for an array that is a result.
+    /// For each array that an operation makes, returns the index in `here` of the last operation
+    /// that takes it. The index is `usize::MAX` if the array is a result of the step.
     fn last_uses(
         &self,
         results: &[ArrayOrigin],
@@ -198,21 +199,22 @@ impl Capture {
     }
 }
 
-/// An array that an operation of the step makes: the operation's index in `here`, and the index of
-/// the result.
+/// An array that the step makes: the index in `here` of the operation that makes it, and its index
+/// among that operation's results.
 #[derive(Clone, Copy, Eq, Hash, PartialEq)]
 struct MadeValue {
     maker: usize,
     leaf: u32,
 }
 
-/// The storage places of the arrays that a step makes.
+/// The storage slots of the arrays that a step makes.
 struct PlacedValues {
     operations: Vec<ReplayedOp>,
     /// The inputs and outputs of the operations.
     links: ReplayLinks,
-    /// The number of places.
+    /// The number of storage slots.
     count: usize,
-    /// The place of each result. `None` for a result that no operation here makes.
+    /// The slot of each result of the step. `None` for a result that no operation of this process
+    /// makes.
     of_results: Vec<Option<u32>>,
 }

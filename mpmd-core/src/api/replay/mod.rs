@@ -44,11 +44,13 @@ use mpmd_layout::tree::{Structure, Tree};
 
 /// A step that was [captured](Program::capture), with inputs `T` and results `U`.
 ///
-/// It keeps the arrays from outside that the step uses, but no array that the step made.
+/// It keeps the arrays from outside the step that its operations use, but no array that the step
+/// made.
 pub struct Captured<T, U> {
     step: ReplayStep,
     results: Structure,
-    /// The calls that the step recomputes. The hashes of each are two further results of the step.
+    /// The calls that the step recomputes. The two output hashes of each call are further results
+    /// of the step.
     recomputed: Vec<RecomputedCall>,
     types: PhantomData<fn(T) -> U>,
 }
@@ -56,16 +58,16 @@ pub struct Captured<T, U> {
 impl Program {
     /// Runs a step once, and captures it so that it can be [replayed](Captured::replay).
     ///
-    /// `step` issues `jit` calls and `device_put`s on its inputs and on other arrays that it holds.
-    /// The other arrays and host values made inside are *constants*: every replay uses the same.
-    /// All arrays that differ from step to step must be in `x`. `step` gets copies of uncommitted
+    /// `step` issues `jit` calls and `device_put`s on its inputs and on other arrays. The other
+    /// arrays, and host values made inside `step`, are *constants*: every replay uses the same. All
+    /// arrays that differ from step to step must be in `x`. `step` gets copies of uncommitted
     /// inputs.
     ///
-    /// A replay does not run the code of `step`, so this code must not depend on values. Within
-    /// `step` these calls are refused: reads of arrays that the step makes,
+    /// A replay does not run the code of `step`, so this code must not depend on values. Inside
+    /// `step` some calls are refused: reads of arrays that the step makes,
     /// [`broadcast_value`](Program::broadcast_value), [`array_from_fn`](Program::array_from_fn),
     /// [`microbatches`](MpmdArray::microbatches), [`step_end`](Program::step_end), and nested
-    /// capture.
+    /// captures.
     ///
     /// ```
     /// use mpmd_core::prelude::*;
@@ -171,13 +173,13 @@ impl Program {
 }
 
 impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Captured<T, U> {
-    /// Issues the captured operations again, on other inputs. This process issues the operations in
-    /// which it takes part and skips the others.
+    /// Issues the captured operations again, on other inputs. This process issues only the
+    /// operations in which it takes part.
     ///
     /// If one process replays, all must replay. The rolling hash of a replay differs from that of
-    /// single operations, of another step, and of other inputs. Values, donation, failures and the
-    /// bounds on running ahead are the same as for operations issued one by one. Blocks only on
-    /// these bounds and while memory is short.
+    /// the same operations issued one by one, of another step, and of other inputs. Values,
+    /// donation, failures and the run-ahead limits are the same as for single operations. Blocks
+    /// only at these limits and while memory is short.
     ///
     /// # Errors
     ///
@@ -201,7 +203,7 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Captured<T, U> {
         self.step.check(program, x).is_ok()
     }
 
-    /// Replays the step on inputs that fit, while nothing is captured.
+    /// Replays the step on inputs that are known to fit. No capture may be in progress.
     #[track_caller]
     pub(crate) fn replay_fitting(&self, program: &mut Program, x: &T) -> Result<U> {
         let at = program.caller(Location::caller());
@@ -234,8 +236,8 @@ impl<T, U> fmt::Debug for Captured<T, U> {
     }
 }
 
-/// Returns the array. Host values are copied to their own memory, so that their address identifies
-/// them.
+/// Returns the array. Host values are copied to memory of their own, so that their address
+/// identifies them.
 fn by_itself(leaf: MpmdArray) -> Result<MpmdArray> {
     match &leaf.repr {
         Repr::Placed(_) => Ok(leaf),

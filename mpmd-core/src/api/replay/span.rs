@@ -7,13 +7,13 @@ use std::sync::Arc;
 use crate::exec::{OpSpan, Rolling, ValueHashes};
 use mpmd_record::trace::Label;
 
-/// Descriptions of the operations of a captured step.
+/// The descriptions of a captured step's operations, for messages.
 pub(super) struct CapturedNames {
     pub(super) operations: u64,
-    /// The line that captured the step.
+    /// The source line that captured the step.
     pub(super) at: &'static Location<'static>,
-    /// Operations in which this process takes part, sorted by their place in the step. Places start
-    /// at 1.
+    /// The operations in which this process takes part, sorted by their position in the step, which
+    /// starts at 1.
     pub(super) here: Vec<CapturedName>,
 }
 
@@ -25,24 +25,24 @@ pub(super) struct CapturedName {
     pub(super) at: &'static Location<'static>,
 }
 
-/// One replay of a step.
+/// A running replay of a step.
 ///
-/// The hash of an operation mixes four parts: all operations before the replay, the step, its
-/// inputs, and the operation's place. So each process can compute it without knowing the other
+/// The hash of an operation mixes four values: the hash of all operations before the replay, the
+/// step, its inputs, and the operation's position. So each process can compute it without the other
 /// operations.
 pub(super) struct Replaying {
     /// The number of operations issued before the replay.
     pub(super) before: u64,
     pub(super) start: Rolling,
-    /// Hash of the host values among the inputs; `None` without compared host values.
+    /// Hash of the host values among the inputs; `None` if there are none to compare.
     pub(super) values: Option<ValueHashes>,
     pub(super) names: Arc<CapturedNames>,
-    /// The line that replays the step.
+    /// The source line that replays the step.
     pub(super) at: &'static Location<'static>,
 }
 
 impl Replaying {
-    /// Returns the rolling hash up to the operation at this place of the step, counted from 1.
+    /// Returns the rolling hash up to the operation at position `place` of the step, from 1.
     pub(super) fn hash(&self, place: u64) -> Rolling {
         self.start.mix(place)
     }

@@ -20,15 +20,16 @@ pub(super) struct ReplayStep {
     pub(super) runtime: Arc<Runtime>,
     pub(super) structure: Structure,
     pub(super) inputs: Vec<CapturedInput>,
-    /// Arrays from outside the step first. Then host values and remote arrays that its operations
-    /// or results need.
+    /// Arrays that every replay uses: first those from outside the step, then the host values and
+    /// remote arrays that operations or results need.
     pub(super) kept: Vec<MpmdArray>,
-    /// The number of arrays from outside in `kept`.
+    /// The number of arrays in `kept` that come from outside the step. They are first.
     pub(super) constants: usize,
-    /// Operations in which this process takes part, in order, and the lists that they share.
+    /// The operations in which this process takes part, in order. Their inputs and outputs are in
+    /// `links`.
     pub(super) operations: Vec<ReplayedOp>,
     pub(super) links: ReplayLinks,
-    /// The number of storage places for arrays that the step makes.
+    /// The number of storage slots for arrays that the step makes.
     pub(super) values: usize,
     pub(super) outcomes: Vec<ReplayOutcome>,
     /// The rolling hash at the end of the capture.
@@ -36,39 +37,39 @@ pub(super) struct ReplayStep {
     pub(super) names: Arc<CapturedNames>,
 }
 
-/// An operation in which this process takes part.
+/// An operation of the step in which this process takes part.
 pub(super) struct ReplayedOp {
-    /// Place in the step, from 1.
+    /// Position of the operation in the step, from 1.
     pub(super) place: u64,
     pub(super) label: Option<Label>,
     pub(super) at: &'static Location<'static>,
     pub(super) again: Arc<dyn Again>,
-    /// The ends of the operation's parts of the `ReplayLinks`; they begin where the parts of the
-    /// operation before end.
+    /// The ends of this operation's ranges in the lists of [`ReplayLinks`]. The ranges begin at the
+    /// ends of the operation before.
     pub(super) ends: LinkEnds,
 }
 
-/// The inputs and outputs of all operations of a step, in the order of the operations. Three lists
-/// for all, so that a replay reads memory in order.
+/// The inputs and outputs of all operations of a step, in the order of the operations. All
+/// operations share three lists, so that a replay reads memory in order.
 #[derive(Default)]
 pub(super) struct ReplayLinks {
     pub(super) inputs: Vec<ReplaySource>,
-    /// Results that are needed later.
+    /// Results of operations that are stored for later use.
     pub(super) outputs: Vec<KeptOutput>,
-    /// Storage places that are free after the operation.
+    /// Storage slots that are freed after the operation.
     pub(super) drops: Vec<u32>,
 }
 
-/// A result of an operation that is needed later.
+/// A result of an operation that is stored for later use.
 #[derive(Clone, Copy)]
 pub(super) struct KeptOutput {
-    /// Index of the result in the operation's results.
+    /// Index of the result among the operation's results.
     pub(super) result: u32,
-    /// Storage place of the result.
+    /// Storage slot of the result.
     pub(super) place: u32,
 }
 
-/// Lengths of the lists of [`ReplayLinks`].
+/// Lengths of the lists of [`ReplayLinks`] at one point of the step.
 #[derive(Clone, Copy, Default)]
 pub(super) struct LinkEnds {
     inputs: u32,
@@ -77,7 +78,7 @@ pub(super) struct LinkEnds {
 }
 
 impl ReplayLinks {
-    /// Returns the lengths of the lists so far.
+    /// Returns the present lengths of the three lists.
     pub(super) fn ends(&self) -> LinkEnds {
         LinkEnds {
             inputs: self.inputs.len() as u32,
@@ -87,8 +88,8 @@ impl ReplayLinks {
     }
 }
 
-/// The origin of an array that an operation takes in a replay: the index of an input, of an entry
-/// of `kept`, or of a storage place.
+/// The source of an array that an operation takes in a replay: the index of an input, of an entry
+/// of `kept`, or of a storage slot.
 #[derive(Clone, Copy)]
 pub(super) enum ReplaySource {
     Input(u32),
@@ -96,16 +97,16 @@ pub(super) enum ReplaySource {
     Value(u32),
 }
 
-/// A result of the step.
+/// The source of a result of the step, in a replay.
 pub(super) enum ReplayOutcome {
-    /// An array that this process has after the replay: an input, a kept array, or one that it
-    /// made.
+    /// An array that this process has after the replay: an input, a kept array, or one that its
+    /// operations made.
     Here {
         source: ReplaySource,
         donated: Option<StepDonation>,
     },
-    /// An array that other processes made, so that it is fully remote here. `origin` is from the
-    /// capture, which began after operation `before`.
+    /// An array that other processes made, so it is fully remote here. `origin` is the array's
+    /// origin at capture, which began after operation `before`.
     Remote {
         made: Arc<Made>,
         origin: Origin,
@@ -190,10 +191,11 @@ impl ReplayStep {
         Ok(())
     }
 
-    /// Checks that inputs which are one array now may be one. `first` is the first input with the
-    /// same array as input `place`. If input `place` was one array with some input at the
-    /// capture, that input must be `first`. If the two were different arrays then, the step must
-    /// donate neither of them.
+    /// Checks that two inputs which are the same array now may be the same. `first` is the first
+    /// input that is the same array as input `place`.
+    ///
+    /// If input `place` was the same array as another input at capture, that input must be `first`.
+    /// If the two were different arrays at capture, the step must donate neither of them.
     fn check_same(&self, place: usize, first: usize) -> Result<(), IssueProblem> {
         let input = &self.inputs[place];
         let twin = &self.inputs[first];
@@ -218,9 +220,8 @@ impl ReplayStep {
         Ok(())
     }
 
-    /// Issues this process's operations of the step and skips the others. Returns the results.
-    /// Blocks only on the bounds on running ahead and for memory. The inputs must have been
-    /// checked.
+    /// Issues this process's operations of the step, skips the others, and returns the results.
+    /// Blocks only at the run-ahead limits and for memory. The inputs must have been checked.
     pub(super) fn run(
         &self,
         program: &mut Program,
@@ -288,8 +289,8 @@ impl ReplayStep {
         self.results(x, &values, before)
     }
 
-    /// Returns the results of a replay whose operations are issued. `values` has the arrays in the
-    /// storage places, and `before` is the number of operations issued before the replay.
+    /// Returns the results of a replay after its operations were issued. `values` has the arrays in
+    /// the storage slots. `before` is the number of operations issued before the replay.
     fn results(
         &self,
         x: &[&MpmdArray],

@@ -19,10 +19,10 @@ impl Program {
     /// Makes one array of `shape` from its shards, without moving anything.
     ///
     /// Each shard is an array on one device of `sharding`, with the shape of that device's region,
-    /// and in the memory kind of `sharding`. There is one for each device, in any order. Shards of
-    /// one region must have equal values: the caller ensures that. With unreduced axes they are the
-    /// terms of a sum. The shards are sources as those of [`Program::concatenate_by_mesh_axis`]:
-    /// the array shares their memory.
+    /// and in the memory kind of `sharding`. There is one shard for each device, in any order. The
+    /// caller must ensure that shards of the same region have equal values. With unreduced axes the
+    /// shards are the terms of a sum. The new array shares the memory of the shards, as in
+    /// [`Program::concatenate_by_mesh_axis`].
     ///
     /// ```
     /// use mpmd_core::prelude::*;
@@ -92,7 +92,7 @@ impl Program {
         Ok(made.pop().expect("one was asked for"))
     }
 
-    /// Describes the array of these shards. Fails if they do not fit together.
+    /// Describes the array that consists of these shards. Fails if they do not fit together.
     fn whole(
         &self,
         shape: &[usize],

@@ -113,8 +113,8 @@ impl MpmdArray {
         Ok((0..m).map(part).collect())
     }
 
-    /// Returns the array's data on its devices, if they can be cut into `m` equal parts along
-    /// `dim`.
+    /// Checks that the array's shards can be cut into `m` equal parts along `dim`, and returns the
+    /// array's data on devices.
     fn check_microbatches(
         &self,
         program: &Program,
@@ -157,7 +157,7 @@ impl MpmdArray {
     }
 }
 
-/// A part of a shard.
+/// The cut of one part out of a shard.
 struct ShardCut {
     whole: Region,
     part: Region,
@@ -167,8 +167,8 @@ struct ShardCut {
 }
 
 impl ShardCut {
-    /// Returns the part as a shard of its own. It shares the memory of `shard` if it is contiguous
-    /// there, else it is a copy. `guard` is kept until it is filled.
+    /// Returns the part as a shard. The part shares the memory of `shard` if it is contiguous in
+    /// `shard`, else it is a copy. `guard` is kept until the part is filled.
     fn take(
         self,
         runtime: &Arc<Runtime>,
@@ -198,8 +198,8 @@ impl ShardCut {
         }
     }
 
-    /// Copies the part of `shard` and resolves `resolver` with it, in the same memory kind. The
-    /// copy runs on the device's stream or on a copy worker.
+    /// Copies the part out of `shard` to the same memory kind, and resolves `resolver` with the
+    /// copy. The copy runs on the device's stream or on a copy worker.
     fn copy(
         self,
         runtime: &Arc<Runtime>,

@@ -27,8 +27,8 @@ pub use sections::Sections;
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct SplitOptions {
-    /// True to donate the sources. Every clone of them becomes unusable, and only the results hold
-    /// the memory. Off by default: sharing is safe, since arrays never change.
+    /// True to donate the sources. All clones of a donated array become unusable, and only the
+    /// results keep the memory alive. Off by default: sharing is safe, since arrays never change.
     pub donate: bool,
 }
 
@@ -45,12 +45,14 @@ impl Program {
     /// Cuts every array of a tree along an axis of its mesh. Returns one tree for each part of the
     /// axis.
     ///
-    /// All arrays are sharded by a spec over the same mesh. Each part lives on the devices of its
-    /// indices; its mesh keeps the axis, with the length of the part. An array that is sharded over
-    /// the axis becomes smaller in that dimension. The parts of any other array are replicas with
-    /// the whole shape. Spec and memory kind stay the same. Nothing is moved: every shard is in
-    /// exactly one part, unchanged. If a dimension is sharded over several axes, a part of a minor
-    /// axis has *strided* blocks of the whole array, not a contiguous run.
+    /// All arrays must be sharded by a spec over the same mesh. Each part lives on the devices with
+    /// its indices of the axis. The part's mesh keeps the axis, shortened to the part. An array
+    /// that is sharded over the axis becomes smaller in that dimension. Any other array becomes
+    /// replicas with the whole shape, one in each part.
+    ///
+    /// Spec and memory kind stay the same. Nothing is moved: every shard is in exactly one part,
+    /// unchanged. If a dimension is sharded over several axes, a part of a minor axis has *strided*
+    /// blocks of the whole array, not a contiguous run.
     ///
     /// A tree without leaves has no mesh. It is returned as the only part.
     ///
@@ -124,11 +126,11 @@ impl Program {
     /// Joins trees along an axis of their meshes. It is the inverse of
     /// [`Program::split_by_mesh_axis`].
     ///
-    /// The leaves at the same path become one array on the devices of all, in the order of the
-    /// trees along the axis. They have the same spec and memory kind. Their meshes have the same
-    /// axes, and the same sizes except for this axis. Arrays that are sharded over the axis are
-    /// concatenated in that dimension. Other arrays become replicas of each other; the caller must
-    /// ensure that their values are equal. Nothing is moved.
+    /// The leaves at the same path become one array on the devices of all leaves, in the order of
+    /// the trees along the axis. They must have the same spec and memory kind. Their meshes must
+    /// have the same axes, and the same sizes except for this axis. Arrays that are sharded over
+    /// the axis are concatenated in that dimension. Other arrays become replicas of each other; the
+    /// caller must ensure that their values are equal. Nothing is moved.
     ///
     /// If the trees have no leaves, the first tree is returned.
     ///
@@ -281,8 +283,8 @@ impl Program {
     }
 }
 
-/// Describes the part of an array at `range` of an axis of its mesh. `source` is the array's index
-/// among the operation's sources.
+/// Describes the part of an array that has the indices `range` of an axis of its mesh. `source` is
+/// the array's index among the operation's sources.
 fn part_of(
     path: &str,
     array: &MpmdArray,
@@ -394,8 +396,8 @@ fn whole_of(
     )
 }
 
-/// Returns an error if the array has partial sums over the axis, since a part of them has no
-/// meaning.
+/// Returns an error if the array has partial sums over the axis, since a part of them is not a
+/// value.
 fn refuse_unreduced(
     path: &str,
     sharding: &Sharding,
@@ -411,7 +413,7 @@ fn refuse_unreduced(
     Err(IssueProblem::Split(why))
 }
 
-/// Returns the dimension of the array that is sharded over an axis, or `None`.
+/// Returns the dimension of the array that is sharded over `axis`, or `None` if there is none.
 fn divided_dim(sharding: &Sharding, axis: &str) -> Option<usize> {
     let entries = sharding.spec()?.entries();
     entries
@@ -425,14 +427,14 @@ enum JoinError {
     /// The first mesh has no such axis.
     #[error("there is no axis `{axis}` in {mesh}")]
     NoAxis { axis: String, mesh: Mesh },
-    /// The other axes of a mesh are not those of the first one.
+    /// A mesh differs from the first one in its axis names or in the size of another axis.
     #[error("mesh {part} cannot follow {first} along axis `{axis}`")]
     OtherAxes {
         part: Mesh,
         first: Mesh,
         axis: String,
     },
-    /// The devices do not form a mesh.
+    /// The joined devices do not form a mesh.
     #[error(transparent)]
     Mesh(#[from] MeshError),
 }

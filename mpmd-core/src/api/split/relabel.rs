@@ -22,13 +22,13 @@ pub(crate) struct Relabelled {
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Sharding,
     pub(crate) layout: Arc<Layout>,
-    /// Indices of those source arrays of the operation that hold the shards.
+    /// Indices, among the operation's source arrays, of those that hold the shards.
     pub(crate) sources: Range<usize>,
 }
 
 impl Relabelled {
-    /// Describes an array of the same spec, unreduced axes and memory kind over another mesh with
-    /// the same axes.
+    /// Describes an array over another mesh with the same axes. Spec, unreduced axes and memory
+    /// kind stay.
     pub(crate) fn over(
         path: &str,
         aval: ShapedArray,
@@ -59,19 +59,19 @@ impl Relabelled {
     }
 }
 
-/// An operation that gives existing shards new handles and moves nothing.
+/// An operation that gives existing shards new handles, and transfers nothing.
 pub(crate) struct Relabel {
     pub(crate) made: Vec<Relabelled>,
     pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
-    /// True if the sources become unusable.
+    /// True if the source arrays are donated and become unusable.
     pub(crate) donate: bool,
-    /// True if the results are complete only after the sends of the first source.
+    /// True if the results complete only after the sends of the first source array.
     pub(crate) awaits_sends: bool,
 }
 
 impl Program {
-    /// Issues the operation on `sources` and returns a handle to each array of `made`. `words` go
-    /// into the program's hash.
+    /// Issues the operation on `sources` and returns a handle to each array of `made`. `words` are
+    /// mixed into the program's hash.
     pub(crate) fn relabel(
         &mut self,
         sources: &[&MpmdArray],

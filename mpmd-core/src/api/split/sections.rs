@@ -15,7 +15,7 @@ pub enum Sections {
     Each,
     /// A number of parts of equal size.
     Equal(usize),
-    /// A part begins at index 0 and at each of these indices, which ascend strictly.
+    /// Parts that begin at index 0 and at each of these strictly ascending indices.
     At(Vec<usize>),
 }
 
@@ -25,7 +25,7 @@ pub(super) enum SectionsError {
     /// The mesh has no such axis.
     #[error(transparent)]
     Axis(#[from] MeshError),
-    /// The size of the axis is no multiple of the number of parts, or that is 0.
+    /// The size of the axis is not a multiple of the number of parts, or the number is 0.
     #[error(
         "axis `{axis}` of {mesh} has {size} indices, which cannot be cut in {parts} equal parts"
     )]
@@ -35,7 +35,7 @@ pub(super) enum SectionsError {
         size: usize,
         parts: usize,
     },
-    /// The indices at which parts begin do not ascend within the axis.
+    /// The start indices of the parts do not ascend strictly within the axis.
     #[error(
         "axis `{axis}` of {mesh} cannot be cut at {starts:?}: the places ascend strictly, above 0 \
          and below {size}"
@@ -73,8 +73,8 @@ impl<const N: usize> From<[usize; N]> for Sections {
 }
 
 impl Sections {
-    /// Returns the index range of each part of an axis of `mesh`. An error if the axis cannot be
-    /// cut so.
+    /// Returns the index range of each part of an axis of `mesh`. Fails if the axis cannot be cut
+    /// in this way.
     pub(super) fn ranges(
         &self,
         mesh: &Mesh,

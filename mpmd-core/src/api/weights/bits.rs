@@ -11,7 +11,8 @@ pub(super) fn can_cast(from: DType, to: DType) -> bool {
     from == to || matches!((from, to), (DType::F32, DType::Bf16 | DType::F16))
 }
 
-/// Writes values of dtype `from` as `to`, rounded to the nearest, to the even one of two.
+/// Converts values of dtype `from` to `to` and writes them to `out`, rounded to nearest, ties to
+/// even.
 ///
 /// # Panics
 ///
@@ -42,10 +43,10 @@ pub(super) fn cast(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
 /// Returns the hash of the elements of `piece` in an array of this shape. `values` are the elements
 /// of `region`, row-major.
 ///
-/// It is the [`sum_of_words`] of four bytes, or of one or two of smaller elements, whose keys
-/// depend on the word's place in the array. So hashes of disjoint pieces add up to that of their
-/// union, and the same values have the same hash in any layout. A change of one word always changes
-/// the hash. It guards against mistakes, not against malice.
+/// The hash is the [`sum_of_words`]. A word has four bytes, or one or two for smaller elements; its
+/// key depends on its place in the array. So hashes of disjoint pieces add up to the hash of their
+/// union, and equal values have equal hashes in any layout. A change of one word always changes the
+/// hash. It guards against mistakes, not against malice.
 ///
 /// # Panics
 ///
@@ -68,17 +69,17 @@ pub(super) fn hash(
     sums.fold(0, u64::wrapping_add)
 }
 
-/// A run of elements that are contiguous in the values of a region and in the array. All in
-/// elements.
+/// A run of elements that is contiguous both in the values of a region and in the array. All fields
+/// count elements.
 struct ElementRun {
-    /// The place of the first one in the values of the region.
+    /// Index of the first element among the region's values.
     at: usize,
-    /// The place of the first one in the array.
+    /// Row-major index of the first element in the whole array.
     place: usize,
     len: usize,
 }
 
-/// Returns the runs of a piece.
+/// Returns the runs of contiguous elements that make up `piece`, a part of `region`.
 fn rows(region: &Region, piece: &Region, shape: &[usize]) -> impl Iterator<Item = ElementRun> {
     let dims = shape.len();
     let own = region.shape();
@@ -128,18 +129,18 @@ fn rows(region: &Region, piece: &Region, shape: &[usize]) -> impl Iterator<Item 
     })
 }
 
-/// The places of elements in a buffer, ascending: the gap to the one before each, less one, as a
-/// number of seven bits a byte.
+/// The ascending indices of changed elements in a buffer. Each index is stored as its gap to the
+/// one before, less one, in bytes of seven bits each.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct ChangedPlaces {
     gaps: Vec<u8>,
     count: usize,
-    /// One more than the last place.
+    /// The last index plus 1; 0 without indices.
     next: usize,
 }
 
 impl ChangedPlaces {
-    /// Adds a place behind all others.
+    /// Appends the index `place`, which must be above all others.
     pub(super) fn push(&mut self, place: usize) {
         let mut gap = place - self.next;
         while gap > 0x7f {
@@ -155,7 +156,7 @@ impl ChangedPlaces {
         self.count
     }
 
-    /// Returns the number of bytes of the places.
+    /// Returns the number of bytes in which the indices are encoded.
     pub(super) fn bytes(&self) -> usize {
         self.gaps.len()
     }
@@ -171,7 +172,7 @@ impl ChangedPlaces {
         })
     }
 
-    /// Returns the places that are in either.
+    /// Returns the union of both sets of indices.
     pub(super) fn or(&self, other: &Self) -> Self {
         let mut all = Self::default();
         let mut a = self.iter().peekable();
@@ -189,7 +190,8 @@ impl ChangedPlaces {
     }
 }
 
-/// Appends changed elements: their number, places and values. `values` has all elements.
+/// Appends the changed elements to `to`: their number, indices and values. `values` has all
+/// elements, of `item` bytes each.
 pub(super) fn write_changes(places: &ChangedPlaces, values: &[u8], item: usize, to: &mut Vec<u8>) {
     to.extend((places.len() as u64).to_le_bytes());
     to.extend((places.bytes() as u64).to_le_bytes());
@@ -204,8 +206,8 @@ pub(super) fn changes_bytes(places: &ChangedPlaces, item: usize) -> usize {
     16 + places.bytes() + places.len() * item
 }
 
-/// Takes changes off the front of `from`, as [`write_changes`] has written them. Calls `change`
-/// with the place and the new value of each element. `None` if the bytes are no changes.
+/// Reads changes that [`write_changes`] has written from the front of `from`. Calls `change` with
+/// the index and new value of each element. Returns `None` if the bytes are malformed.
 pub(super) fn read_changes(
     from: &mut &[u8],
     item: usize,
@@ -232,7 +234,8 @@ pub(super) fn read_changes(
     gaps.is_empty().then_some(())
 }
 
-/// Takes a number of seven bits a byte off the front. `None` if it does not end or is too large.
+/// Reads a number in bytes of seven bits each from the front of `from`. Returns `None` if the
+/// number is cut off or too large.
 fn take_number(from: &mut &[u8]) -> Option<usize> {
     let mut number = 0usize;
     for shift in (0..usize::BITS).step_by(7) {

@@ -15,15 +15,15 @@ use crate::error::Result;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed};
 use crate::exec::{AsyncBuffer, Rolling};
 
-/// The bits of a shard on a device of this process.
+/// The published values of a shard on a device of this process.
 pub(super) struct DeviceBuffer {
     pub(super) device: DeviceId,
     pub(super) buffer: SharedBuffer,
 }
 
 impl Program {
-    /// Creates an array whose shards on this process are these buffers, without a copy. Each
-    /// process gives those of its own devices, all of them.
+    /// Creates an array from one buffer for each of its shards on this process, without a copy.
+    /// Every process must call it with the buffers of its own devices.
     pub(super) fn array_of_buffers(
         &mut self,
         aval: ShapedArray,
@@ -72,7 +72,7 @@ impl Program {
     }
 }
 
-/// The text of the operation, for messages.
+/// Describes the creation of an array from buffers, for messages.
 struct OfBuffers {
     aval: ShapedArray,
     sharding: Sharding,

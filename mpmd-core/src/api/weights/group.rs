@@ -19,31 +19,31 @@ use crate::error::{Error, Result, panic_text};
 use mpmd_base::ProcessId;
 use mpmd_base::block::thread;
 
-/// Longest peer timeout of a link: one that is lost is soon replaced by another.
+/// Longest peer timeout of a link. It may be short, since a lost link is soon replaced.
 pub(super) const LONGEST: Duration = Duration::from_secs(15);
 
-/// A call to all processes of an end.
+/// A request to all processes of a publisher, or of a subscriber, from process 0 of a subscriber.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum GroupCall {
-    /// Asks for the publication of this name.
+    /// Asks whether the processes publish under this name.
     Hello(String),
-    /// Joins a link.
+    /// Asks the process to join a link.
     Join(Invitation),
-    /// Settles the version that a process of a subscriber has taken, if its link broke before it
-    /// heard how that ended: it is whole if it is this one, the newest that the first process has.
+    /// Tells a subscriber's processes the newest version that is whole. A process whose link broke
+    /// while it took a version then knows whether that version is whole.
     Settle(Option<VersionNumbers>),
 }
 
-/// A link to be joined.
+/// An invitation to the processes of a publisher and of a subscriber to join a link.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct Invitation {
     /// The name of the publication.
     pub(super) name: String,
-    /// The rendezvous of the link.
+    /// The address of the link's rendezvous service.
     pub(super) server: String,
     /// A random text, from which both ends derive the [token of the link](link_token).
     pub(super) nonce: String,
-    /// Number of processes of the publisher. They are the first ones of the link.
+    /// Number of the publisher's processes. They come first in the link's numbering of processes.
     pub(super) publishers: usize,
     /// Number of devices of each process of the link.
     pub(super) devices: Vec<usize>,
@@ -51,8 +51,9 @@ pub(super) struct Invitation {
 }
 
 impl Invitation {
-    /// Joins the link as the process `place` of an end, whose secret is `secret`. Blocks until all
-    /// have joined. Fails at once if the link is over.
+    /// Joins the link as process number `place` of the publisher or subscriber. `secret` is the
+    /// secret of the publication. Blocks until all processes have joined. Fails at once if the link
+    /// is over.
     pub(super) fn join(
         &self,
         end: LinkParty,
@@ -102,50 +103,52 @@ impl Invitation {
     }
 }
 
-/// An end of a link.
+/// The publisher or the subscriber of a link.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LinkParty {
     Publisher,
     Subscriber,
 }
 
-/// Returns the token of a link. It never travels: both ends know the secret of the publication.
+/// Derives the token of a link from the secret of the publication, which both ends know. The token
+/// is never sent.
 pub(super) fn link_token(secret: &Token, nonce: &str) -> Token {
     Token::of_secret(secret.bytes(), &format!("link {nonce}"))
 }
 
-/// Returns the token of a subscriber's own processes.
+/// Derives the token with which a subscriber's processes meet each other.
 pub(super) fn group_token(secret: &Token, nonce: &str) -> Token {
     Token::of_secret(secret.bytes(), &format!("group {nonce}"))
 }
 
-/// Runs a part of a link. A panic is an error: it must not end the thread for the links to come.
+/// Runs `f`, a part of a link, and turns a panic into an error. The thread then survives for later
+/// links.
 pub(super) fn guarded<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     let result = catch_unwind(AssertUnwindSafe(f));
     result.unwrap_or_else(|panic| Err(Error::kernel(panic_text(&*panic))))
 }
 
-/// The answer of a process to a call.
+/// The answer of a process to a [`GroupCall`].
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum GroupAnswer {
-    /// The number of its devices.
+    /// The process takes part and has this number of devices.
     Here(usize),
-    /// It publishes something of another name.
+    /// The process publishes under this other name.
     Other(String),
 }
 
-/// The processes of an end: those of its job that have devices of its arrays. In a link, their
-/// devices are numbered anew.
+/// The processes of a job that hold shards of the published or wanted arrays. Their devices get new
+/// numbers for use in a link.
 #[derive(Clone, Debug)]
 pub(super) struct Members {
     processes: Vec<ProcessId>,
-    /// Number of devices of each of them.
+    /// Number of devices of each member process.
     pub(super) devices: Vec<usize>,
     numbers: HashMap<DeviceId, u32>,
 }
 
 impl Members {
-    /// Returns the processes of these devices, and `also`.
+    /// Returns the members: the owners of the devices `used`, and the process `also`.
     pub(super) fn of(
         topology: &Topology,
         used: impl IntoIterator<Item = DeviceId>,
@@ -173,35 +176,35 @@ impl Members {
         }
     }
 
-    /// Returns the index of a process in `processes`. `None` if it is not there.
+    /// Returns the index of a process among the members, or `None` if it is no member.
     pub(super) fn place_of(&self, process: ProcessId) -> Option<usize> {
         self.processes.iter().position(|member| *member == process)
     }
 
-    /// Returns the number of a device among those of the group's processes. `u32::MAX` if it has
-    /// none.
+    /// Returns the link's number of a device of a member process; `u32::MAX` for any other device.
     pub(super) fn number_of(&self, device: DeviceId) -> u32 {
         self.numbers.get(&device).copied().unwrap_or(u32::MAX)
     }
 }
 
-/// This process's part of an end. Dropping it leaves the rendezvous.
+/// This process's connection to the rendezvous of its publisher or subscriber. Dropping it leaves
+/// the rendezvous.
 pub(super) struct GroupMembership {
     rendezvous: Rendezvous,
     server: Option<Service>,
 }
 
-/// The rendezvous of an end, opened.
+/// The opened rendezvous of a publisher or subscriber.
 pub(super) struct OpenedGroup {
     pub(super) address: SocketAddr,
-    /// This process's part, on members.
+    /// This process's membership; `None` if it is no member.
     pub(super) group: Option<GroupMembership>,
 }
 
 impl GroupMembership {
     /// Opens the rendezvous on the first member, at `listen` or any free port, and joins it. Blocks
-    /// until all members have. `answer` is called for each call, on a thread that must not block.
-    /// All processes must call it.
+    /// until all members have joined. `answer` is called for each [`GroupCall`], on a thread that
+    /// must not block. All processes must call `open`.
     pub(super) fn open(
         p: &mut Program,
         members: &Members,
@@ -281,16 +284,16 @@ impl Drop for GroupMembership {
     }
 }
 
-/// The reason why a call of the processes of an end has failed.
+/// The reason why a call to the processes of a publisher or subscriber has failed.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum CallError {
-    /// The rendezvous of the end cannot be reached, or refuses the call.
+    /// The rendezvous cannot be reached, or refuses the call.
     #[error("{}", unreachable_text(.0))]
     Rendezvous(#[from] RendezvousError),
     /// The call cannot be encoded.
     #[error(transparent)]
     Encode(#[from] ControlError),
-    /// A process has not answered, for the reason that the rendezvous gives.
+    /// A process has not answered. `why` is the reason that the rendezvous gives.
     #[error("process {process} at {address}: {why}")]
     Unanswered {
         process: ProcessId,
@@ -302,7 +305,7 @@ pub(super) enum CallError {
     Unreadable { process: ProcessId, address: String },
 }
 
-/// Returns the message for the caller of a publisher that cannot be called.
+/// Formats the error of a subscriber that cannot call its publisher.
 fn unreachable_text(error: &RendezvousError) -> String {
     match error {
         RendezvousError::Token { server } => format!(
@@ -318,18 +321,18 @@ fn unreachable_text(error: &RendezvousError) -> String {
     }
 }
 
-/// The answers of the processes of an end to a call.
+/// The answers of all processes of a publisher or subscriber to a call.
 pub(super) struct GroupAnswers {
     pub(super) by_process: Vec<GroupAnswer>,
-    /// This process's address in the network that leads to the end.
+    /// The caller's own address in the network over which it called.
     pub(super) local_ip: IpAddr,
 }
 
-/// Calls all processes of the end at an address. Returns their answers.
+/// Calls all processes of the publisher or subscriber at an address, and returns their answers.
 ///
 /// # Errors
 ///
-/// If the end cannot be reached, or a process of it has not answered.
+/// If the rendezvous cannot be reached, or a process has not answered.
 pub(super) fn call(
     address: &str,
     token: &Token,
@@ -368,7 +371,7 @@ impl Program {
     }
 }
 
-/// Starts a thread of an end.
+/// Starts a named thread of a publisher or subscriber.
 pub(super) fn spawn(
     name: &str,
     run: impl FnOnce() + Send + 'static,

@@ -15,21 +15,22 @@ use super::publisher::PublicationShared;
 use super::store::{HashedRegion, OwnShard, PublicationEnd, StoredVersion};
 use crate::error::{Error, Result};
 
-/// The versions that a link holds while it moves one of them.
+/// The versions that a publisher's link keeps alive while it sends one of them.
 pub(super) struct HeldVersions<'a> {
     shared: &'a PublicationShared,
     versions: Vec<Arc<StoredVersion>>,
-    /// The version that is kept for this link once it comes.
+    /// The number of the version that the store keeps for this link, now or once it is made.
     pin: Option<u64>,
-    /// The changes since the subscriber's version, by own shard.
+    /// The elements that changed since the subscriber's version, for each shard of the store.
+    /// `None` if unknown.
     changes: Option<Vec<ChangedPlaces>>,
-    /// The regions of own shards to hash with each version for this link.
+    /// The regions that the store hashes in each new version for this link.
     hashed: HashSet<HashedRegion>,
 }
 
-/// The bits of an own shard in a version.
+/// A shard of the store, with its values in the chosen version.
 struct OwnBits<'a> {
-    /// Index of the shard among the own ones.
+    /// Index of the shard in the store.
     index: usize,
     shard: &'a OwnShard,
     bits: &'a SharedBuffer,
@@ -55,7 +56,8 @@ impl<'a> HeldVersions<'a> {
         }
     }
 
-    /// Returns the own shard that has a region of a piece, with its bits in the chosen version.
+    /// Returns the shard of the store that contains the region `common` of a piece, with its values
+    /// in the chosen version.
     fn own(&self, piece: &LeafPiece, common: &Region) -> Option<OwnBits<'_>> {
         let shards = &self.shared.store.shards;
         let version = self.versions.last()?;
@@ -205,7 +207,8 @@ impl PublisherLink for HeldVersions<'_> {
     }
 }
 
-/// Returns the places in `common` of changes of a shard.
+/// Selects the changed elements of a shard that lie in `common`, and returns their indices in
+/// `common`.
 fn within(places: &ChangedPlaces, shard: &OwnShard, common: &Region) -> ChangedPlaces {
     let shape = shard.region.shape();
     let mut found = ChangedPlaces::default();

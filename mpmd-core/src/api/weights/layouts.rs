@@ -12,16 +12,16 @@ use serde::{Deserialize, Serialize};
 /// The reason why the leaves of the two ends of a link do not fit each other.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum LayoutMismatch {
-    /// The sharding of a wanted leaf does not fit its shape.
+    /// The sharding of a leaf that the subscriber wants does not fit the leaf's shape.
     #[error("{leaf}: {why}")]
     Sharding { leaf: String, why: ShardingError },
-    /// An end tells an impossible shape.
+    /// The publisher or the subscriber sent an impossible shape.
     #[error("{leaf}: {why}")]
     Shape { leaf: String, why: AvalError },
     /// A part of a wanted leaf has an impossible shape.
     #[error("{0}")]
     PartShape(AvalError),
-    /// A shard is not on a device of its end, or not in its leaf.
+    /// A shard is on a device outside its own end of the link, or its region is outside its leaf.
     #[error(
         "{leaf}: {region} on device {device} of the link is no shard of {dtype}{shape:?} on its \
          devices {devices:?}"
@@ -34,14 +34,14 @@ pub(super) enum LayoutMismatch {
         shape: Vec<usize>,
         devices: Range<u32>,
     },
-    /// The publisher offers no such leaf. `known` are the names of some that it offers.
+    /// The publisher has no leaf of this name. `known` has some names that it offers.
     #[error("{leaf}: the publisher has no leaf {from}; it has {} and others", .known.join(", "))]
     NotOffered {
         leaf: String,
         from: String,
         known: Vec<String>,
     },
-    /// The leaf is offered with another dtype.
+    /// The publisher's leaf has another dtype than the wanted one.
     #[error(
         "{leaf}: {wanted} is wanted, and {from} is published as {found}: give both ends one type, \
          as with --publish-as {wanted} of finetune or --dtype {found} of serve"
@@ -52,7 +52,7 @@ pub(super) enum LayoutMismatch {
         wanted: DType,
         found: DType,
     },
-    /// The leaf is offered with another shape.
+    /// The publisher's leaf has another shape than the wanted one.
     #[error("{leaf}: {wanted:?} is wanted, and {from} is published with the shape {found:?}")]
     OtherShape {
         leaf: String,
@@ -60,14 +60,14 @@ pub(super) enum LayoutMismatch {
         wanted: Vec<usize>,
         found: Vec<usize>,
     },
-    /// A part is of a region that the offered leaf does not have.
+    /// A part refers to a region that the publisher's leaf does not have.
     #[error("{leaf}: {region} is no region of {from}")]
     Region {
         leaf: String,
         region: Region,
         from: String,
     },
-    /// A part does not fit into the wanted leaf at its place.
+    /// A part, placed at its start indices, extends beyond the wanted leaf.
     #[error("{leaf}: {region} of {from} does not fit at {at:?}")]
     Place {
         leaf: String,
@@ -82,14 +82,14 @@ pub(super) enum LayoutMismatch {
         first: Region,
         second: Region,
     },
-    /// The parts do not fill the wanted leaf.
+    /// The parts leave elements of the wanted leaf undefined.
     #[error("{leaf}: its parts have {found} elements, and {wanted} are wanted")]
     Unfilled {
         leaf: String,
         found: usize,
         wanted: usize,
     },
-    /// No device of the subscriber wants the leaf.
+    /// No device of the subscriber holds a shard of the wanted leaf.
     #[error("{leaf}: it is wanted on no device")]
     NoDevice { leaf: String },
     /// Some regions of the wanted leaf have more replicas than others.
@@ -97,20 +97,22 @@ pub(super) enum LayoutMismatch {
     UnequalReplicas { leaf: String },
 }
 
-/// A leaf that a publisher offers. The devices are those of the link.
+/// A leaf that a publisher offers. Device numbers are those of the link.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct OfferedLeaf {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: DType,
-    /// Each region, on the first device that has it.
+    /// The regions of the leaf, each with the first device that holds it.
     pub(super) shards: Vec<(u32, Region)>,
 }
 
-/// A leaf that a subscriber wants: its name, shape and sharding there, and its parts.
+/// A leaf that a subscriber wants: its name, shape and sharding in the subscriber's job, and its
+/// parts.
 ///
-/// By default it is the publisher's leaf of the same name. A leaf with parts is a *view*: for
-/// instance a query projection that is some rows of a fused one, or a fused one of three.
+/// By default it is the publisher's leaf of the same name. A leaf with parts is a *view* of other
+/// leaves. For instance, a query projection may be some rows of a fused projection, or a fused
+/// projection may consist of three leaves.
 #[derive(Clone, Debug)]
 pub struct WantedLeaf {
     pub(super) name: String,
@@ -119,20 +121,20 @@ pub struct WantedLeaf {
     pub(super) parts: Vec<LeafPart>,
 }
 
-/// A region of a publisher's leaf that is a region of a subscriber's.
+/// A region of a publisher's leaf, and its position in a subscriber's leaf.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct LeafPart {
     /// The name of the publisher's leaf.
     pub from: String,
-    /// The region of the publisher's leaf; its whole if `None`.
+    /// The region of the publisher's leaf; `None` for the whole leaf.
     pub region: Option<Region>,
-    /// The indices in the subscriber's leaf of the first element.
+    /// The indices in the subscriber's leaf at which the region begins.
     pub at: Vec<usize>,
 }
 
 impl WantedLeaf {
-    /// Wants the publisher's leaf `name` in this sharding on this job's devices. Shape and dtype
-    /// are compared with the publisher's.
+    /// Creates a request for the publisher's leaf `name`, in this sharding over devices of this
+    /// job. Shape and dtype must equal the publisher's.
     pub fn new(name: impl Into<String>, aval: ShapedArray, sharding: Sharding) -> Self {
         let name = name.into();
         let part = LeafPart {
@@ -160,12 +162,13 @@ impl WantedLeaf {
         &self.name
     }
 
-    /// Returns the shape and the dtype.
+    /// Returns the shape and dtype of the leaf.
     pub fn aval(&self) -> &ShapedArray {
         &self.aval
     }
 
-    /// Returns the leaf as it is told to the publisher: its devices have the numbers of `number`.
+    /// Returns the leaf in the form that is sent to the publisher. `number` returns the link's
+    /// number of a device.
     ///
     /// # Errors
     ///
@@ -193,7 +196,8 @@ impl WantedLeaf {
     }
 }
 
-/// A [`WantedLeaf`] leaf, on the devices of the link.
+/// A [`WantedLeaf`] in the form that is sent to the publisher. Device numbers are those of the
+/// link.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct AskedLeaf {
     pub(super) name: String,
@@ -203,26 +207,29 @@ pub(super) struct AskedLeaf {
     pub(super) parts: Vec<LeafPart>,
 }
 
-/// A part of a leaf that travels as an array of its own. Its regions are in its own indices.
+/// A region of a leaf that is transferred as an array of its own. The indices of `sources` and
+/// `targets` count from the start of the piece.
 #[derive(Clone, Debug)]
 pub(super) struct LeafPiece {
-    /// The indices of the leaves, of the publisher and of the subscriber.
+    /// Index of the publisher's leaf. `to` is the index of the subscriber's leaf.
     pub(super) from: usize,
     pub(super) to: usize,
     pub(super) aval: ShapedArray,
     /// The shape of the publisher's leaf.
     pub(super) from_shape: Vec<usize>,
-    /// The first indices in the two leaves.
+    /// Start indices of the piece in the publisher's leaf. `to_at` has those in the subscriber's
+    /// leaf.
     pub(super) from_at: Vec<usize>,
     pub(super) to_at: Vec<usize>,
-    /// The sources, each region once.
+    /// The publisher's devices with their regions of the piece, each region once.
     pub(super) sources: Vec<(DeviceId, Region)>,
-    /// The targets. The first layer has each region once, and others are replicas.
+    /// The subscriber's devices with their regions of the piece. The first layer has each region
+    /// once, further layers have replicas.
     pub(super) targets: Vec<Vec<(DeviceId, Region)>>,
 }
 
-/// Returns the pieces that travel, between the devices of the two ends. They are the same on every
-/// process of a link.
+/// Returns the pieces that are transferred from the publisher's to the subscriber's devices. The
+/// result is the same on every process of a link.
 ///
 /// # Errors
 ///
@@ -285,7 +292,7 @@ pub(super) fn pieces(
     Ok(pieces)
 }
 
-/// Checks the numbers of a leaf that another process has told: they are used as indices.
+/// Checks the numbers of a leaf that another process has sent, because they are used as indices.
 fn check_told(
     name: &str,
     shape: &[usize],
@@ -315,7 +322,7 @@ fn check_told(
     }
 }
 
-/// Returns the piece for a part of the wanted leaf `leaf`, which has the index `to`.
+/// Returns the piece for one part of the wanted leaf `leaf`. `to` is the index of this leaf.
 fn piece(
     offered: &[OfferedLeaf],
     to: usize,
@@ -376,7 +383,8 @@ fn piece(
     })
 }
 
-/// Returns the index of the offered leaf that a part is of, if its dtype and shape fit.
+/// Returns the index of the offered leaf to which a part refers. Fails if its dtype or shape does
+/// not fit.
 fn find_offered(
     offered: &[OfferedLeaf],
     leaf: &AskedLeaf,
@@ -415,7 +423,8 @@ fn find_offered(
     Ok(from)
 }
 
-/// Returns the parts of shards within `all`, with the indices of `all`, which begins at `at`.
+/// Intersects the shards with the region `all`. Returned regions count from `at`, the first indices
+/// of `all`.
 fn shards_within(shards: &[(u32, Region)], all: &Region, at: &[usize]) -> Vec<(DeviceId, Region)> {
     let mut within = Vec::new();
     for (device, shard) in shards {
@@ -427,7 +436,7 @@ fn shards_within(shards: &[(u32, Region)], all: &Region, at: &[usize]) -> Vec<(D
     within
 }
 
-/// Divides shards into layers, none of which has a region twice.
+/// Divides shards into layers such that no layer has a region twice.
 fn layers(shards: Vec<(DeviceId, Region)>) -> Vec<Vec<(DeviceId, Region)>> {
     let mut layers: Vec<Vec<(DeviceId, Region)>> = Vec::new();
     for (device, own) in shards {
@@ -441,17 +450,17 @@ fn layers(shards: Vec<(DeviceId, Region)>) -> Vec<Vec<(DeviceId, Region)>> {
 }
 
 impl LeafPiece {
-    /// Returns a region of the piece in the publisher's leaf.
+    /// Converts a region of the piece to indices of the publisher's leaf.
     pub(super) fn in_source(&self, region: &Region) -> Region {
         shifted(region, &self.from_at, &[])
     }
 
-    /// Returns a region of the piece in the subscriber's leaf.
+    /// Converts a region of the piece to indices of the subscriber's leaf.
     pub(super) fn in_target(&self, region: &Region) -> Region {
         shifted(region, &self.to_at, &[])
     }
 
-    /// Returns a device's region of the piece.
+    /// Returns the region of the piece that a target device gets; `None` if it gets none.
     pub(super) fn target_of(&self, device: DeviceId) -> Option<&Region> {
         let mut all = self.targets.iter().flatten();
         all.find(|(other, _)| *other == device)
@@ -459,7 +468,7 @@ impl LeafPiece {
     }
 }
 
-/// Returns a region with its first indices `plus` higher and `less` lower.
+/// Moves a region: in each dimension, adds `plus` to its indices and subtracts `less`.
 fn shifted(region: &Region, plus: &[usize], less: &[usize]) -> Region {
     let by = |offsets: &[usize], dim: usize| offsets.get(dim).copied().unwrap_or(0);
     let ranges = region.ranges().enumerate().map(|(dim, range)| {

@@ -33,50 +33,51 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::{AsyncBuffer, Doing};
 
-/// The longest wait of a publisher's process for a version, and of a subscriber for room: shorter
-/// than any peer timeout.
+/// Longest wait in one turn, of a publisher's process for a version or of a subscriber for room.
+/// Shorter than any peer timeout.
 const IDLE: Duration = Duration::from_millis(500);
 
-/// The state of a publisher's process before a turn.
+/// The state that a publisher's process sends before a turn.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 struct PublisherTurn {
-    /// The numbers of its versions.
+    /// The numbers of the versions that the process has.
     versions: Vec<u64>,
-    /// True if readers of its memory keep more of that than it lends.
+    /// True if readers keep more memory of the process's versions than it lends.
     is_short: bool,
 }
 
-/// The version that a turn moves, if it moves one.
+/// The outcome of the choice of a version for a turn.
 enum VersionChoice {
     Version(ChosenVersion),
-    /// There is none yet that all processes of the publisher have.
+    /// No new version is on all processes of the publisher yet.
     NoneYet,
-    /// There will be none, for the reason that a process of the publisher has told.
+    /// No further version will come, for the reason that a process of the publisher gave.
     Ended(String),
 }
 
 /// The version that a turn moves.
 struct ChosenVersion {
     number: u64,
-    /// True if the subscriber's processes copy the memory that they are lent.
+    /// True if the subscriber's processes must copy the memory that the publisher lends them.
     copies: bool,
 }
 
-/// The subscriber's state before a turn, as its first process tells it.
+/// The subscriber's state, which its first process sends before a turn.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
 pub(super) struct SubscriberTurn {
-    /// Number of publications that the subscriber has found before this one.
+    /// Number of publications that the subscriber had found before the current one.
     pub(super) publication: u64,
-    /// The next version is to be above this one.
+    /// The number above which the next version must be; `None` for any version.
     pub(super) above: Option<u64>,
-    /// The version to which changes can be applied: every process of the subscriber has its bits.
+    /// The version whose values every process of the subscriber keeps, so that changes can be
+    /// applied to them.
     pub(super) base: Option<u64>,
-    /// True if all its processes have room for a version.
+    /// True if all processes of the subscriber have room for a version.
     pub(super) has_room: bool,
     pub(super) has_ended: bool,
 }
 
-/// The publication of a link.
+/// The publication that a link transfers: its id and its leaves.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Offering {
     /// The id of the publication.
@@ -84,54 +85,59 @@ pub(super) struct Offering {
     pub(super) leaves: Vec<OfferedLeaf>,
 }
 
-/// The bytes that a target device gets of a piece: all, or some places with new values.
+/// The data of a piece that a target device has received: the whole region, or changed elements.
 pub(super) enum ArrivedPiece {
     Whole(SharedBuffer),
-    /// As [`write_changes`](super::bits::write_changes) has written them, for each source.
+    /// The changed elements in each source's region, encoded by
+    /// [`write_changes`](super::bits::write_changes).
     Changes(Vec<(Region, SharedBuffer)>),
 }
 
-/// The part of a publisher's process in a link.
+/// The operations of a link that a publisher's process implements.
 pub(super) trait PublisherLink {
-    /// Returns the publication, as the subscriber is told about it.
+    /// Returns the id and the leaves of the publication, to be sent to the subscriber.
     fn offered(&self) -> Offering;
-    /// Returns the versions above `above`, and holds them until the next call. Waits for one at
-    /// most for `timeout`. An error ends the link in order.
+    /// Returns the numbers of the versions above `above`, and keeps these versions until the next
+    /// call. Waits for a version, at most for `timeout`. An error ends the link in order.
     fn wait(
         &mut self,
         above: Option<u64>,
         timeout: Duration,
     ) -> std::result::Result<Vec<u64>, PublicationEnd>;
-    /// Returns true if readers of the versions' memory keep more of that than the publisher lends.
+    /// Returns true if readers keep more memory of the versions than the publisher lends.
     fn is_short(&self) -> bool;
-    /// Keeps a version once it comes, in place of the one that was pinned before.
+    /// Makes the store keep version `number`, now or once it is made. Releases the version that was
+    /// pinned before.
     fn pin(&mut self, number: Option<u64>);
-    /// Selects one of the versions that [`wait`](Self::wait) returned for the calls that follow.
+    /// Selects one of the versions that [`wait`](Self::wait) returned, for the calls that follow.
     fn choose(&mut self, number: u64);
-    /// Returns the bytes of the changes of each piece since `base`; `None` for unknown ones.
+    /// Returns, for each piece, the bytes of its changes from `base` to `number`; `None` if they
+    /// are unknown.
     fn change_bytes(&mut self, pieces: &[LeafPiece], base: u64, number: u64) -> Vec<Option<u64>>;
-    /// Returns the bits of `region`, one of the piece's [sources](LeafPiece::sources).
+    /// Returns the values of `region`, one of the piece's [sources](LeafPiece::sources).
     fn bits(&mut self, piece: &LeafPiece, region: &Region) -> Result<SharedBuffer>;
-    /// Appends the note about a piece's `common` region: its hash, and its changes if wanted.
+    /// Appends the hash of a piece's region `common` to the note `to`. With `changes`, also appends
+    /// the changed elements.
     fn note(&mut self, piece: &LeafPiece, common: &Region, changes: bool, to: &mut Vec<u8>);
-    /// Counts a version as taken by the subscriber, or as refused for this reason.
+    /// Counts a version that the subscriber has taken, or refused for the reason `refused`.
     fn sent(&mut self, number: u64, refused: Option<&str>);
 }
 
-/// The part of a subscriber's process in a link.
+/// The operations of a link that a subscriber's process implements.
 pub(super) trait SubscriberLink {
-    /// Takes the id of the link's publication.
+    /// Stores the id of the publication that the link transfers.
     fn found(&mut self, id: String);
     fn asked(&self) -> Vec<AskedLeaf>;
-    /// Returns true if this process has given up its subscription, and not only just now: the first
-    /// process usually does so at the same time, and ends the link in order.
+    /// Returns true if this process gave up its subscription some time ago. Usually the first
+    /// process gives up at the same time and ends the link in order.
     fn has_left(&self) -> bool;
-    /// Waits for room on this process, at most for `timeout`. Returns true if there is some, or the
-    /// subscription has ended.
+    /// Waits for room for a version on this process, at most for `timeout`. Returns true if there
+    /// is room or the subscription has ended.
     fn has_room(&mut self, timeout: Duration) -> bool;
-    /// Returns the state of the subscription, for which this process has room or not.
+    /// Returns the state of the subscription. `has_room` is true if this process has room for a
+    /// version.
     fn ask(&self, has_room: bool) -> SubscriberTurn;
-    /// Takes the bytes of a piece on a device, if they have this hash.
+    /// Stores the received data of a piece on a device, after comparing its hash with `hash`.
     fn piece(
         &mut self,
         index: usize,
@@ -140,19 +146,19 @@ pub(super) trait SubscriberLink {
         arrived: ArrivedPiece,
         hash: u64,
     ) -> std::result::Result<(), VersionRefusal>;
-    /// Takes a version after all its pieces have arrived.
+    /// Gives a version to the intake after all its pieces have arrived.
     fn take(
         &mut self,
         version: VersionNumbers,
         pieces: &[LeafPiece],
     ) -> std::result::Result<(), VersionRefusal>;
-    /// Notes why the publisher gives out no further version.
+    /// Stores the reason why the publisher gives out no further version.
     fn ended(&mut self, why: &str);
-    /// Ends a version: all processes have taken it, or one has refused it for this reason.
+    /// Ends a version: all processes have taken it, or one has refused it for the reason `refused`.
     fn end(&mut self, version: VersionNumbers, bytes: u64, refused: Option<&str>);
 }
 
-/// A panic of an intake, with its message.
+/// A panic of an [`Intake`](super::Intake), with its message.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("the intake {panic}")]
 pub(super) struct IntakePanic {
@@ -162,41 +168,42 @@ pub(super) struct IntakePanic {
 /// The reason why a process of a subscriber refuses a version.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum VersionRefusal {
-    /// The intake does not take it, for this reason.
+    /// The intake has refused the version, for this reason.
     #[error("{0}")]
     Intake(String),
     #[error(transparent)]
     Panicked(#[from] IntakePanic),
-    /// The processes of the subscriber want different leaves.
+    /// This process wants other leaves than process 0 of the subscriber.
     #[error("process 0 wants other leaves than this one")]
     OtherLeaves,
-    /// The changes of a leaf are not of the version before.
+    /// The changes of a leaf cannot be applied to the values of the version before.
     #[error("{leaf}: the changes do not fit the version before")]
     OtherBase { leaf: String },
-    /// The hash of a region is not the publisher's.
+    /// The hash of the received region differs from the publisher's.
     #[error("{leaf} {region} arrived with other bits than were published")]
     OtherBits { leaf: String, region: Region },
     #[error(transparent)]
     Memory(#[from] OutOfMemory),
 }
 
-/// A version on its way. A later version has larger numbers, in this order.
+/// The numbers that identify a version in a subscription. Versions are ordered by publication, then
+/// by version.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub(super) struct VersionNumbers {
-    /// Number of publications that the subscriber has found before.
+    /// Number of publications that the subscriber had found before this version's publication.
     pub(super) publication: u64,
-    /// The number that the publisher gave it.
+    /// The version's number in its publication.
     pub(super) version: u64,
 }
 
-/// The side of a process.
+/// The end of the link to which this process belongs.
 pub(super) enum LinkSide<'a> {
     Publisher(&'a mut dyn PublisherLink),
     Subscriber(&'a mut dyn SubscriberLink),
 }
 
-/// Runs a link until a side ends it. The first `publishers` processes of the program are the
-/// publisher's.
+/// Runs a link until the publisher or the subscriber ends it. The first `publishers` processes of
+/// the program `p` belong to the publisher.
 ///
 /// # Errors
 ///
@@ -233,48 +240,48 @@ pub(super) fn run(p: &mut Program, publishers: usize, side: &mut LinkSide<'_>) -
     Ok(())
 }
 
-/// A link, as one of its processes has it.
+/// The state of a link on one of its processes.
 struct VersionLink {
     publishers: usize,
-    /// The first process of the subscriber.
+    /// The first process of the subscriber, by its number in the link.
     subscriber: ProcessId,
     pieces: Vec<LeafPiece>,
-    /// The version that the publisher's processes keep.
+    /// The number of the version that the publisher's processes are pinning.
     pin: Cell<Option<u64>>,
 }
 
-/// The version of a turn, and the form in which its pieces move.
+/// The version that a turn moves, and the form in which its pieces are transferred.
 struct VersionMove<'a> {
     version: VersionNumbers,
-    /// For each piece, true if only its changed elements travel.
+    /// For each piece, true if only its changed elements are transferred.
     changed: &'a [bool],
-    /// True if the subscriber's processes copy the memory that they are lent.
+    /// True if the subscriber's processes must copy the memory that the publisher lends them.
     copies: bool,
 }
 
-/// The pieces and notes on their way to a subscriber's process.
+/// The pieces and notes that a subscriber's process expects.
 struct VersionArrivals<'a> {
-    /// For each piece, true if only its changed elements come.
+    /// For each piece, true if only its changed elements are transferred.
     changed: &'a [bool],
-    /// True if memory that is lent is to be copied.
+    /// True if this process must copy the memory that the publisher lends.
     copies: bool,
     notes: &'a Notes,
-    /// The notes to devices of this process.
+    /// The buffers of the notes that are sent to devices of this process.
     notes_here: BTreeMap<DevicePair, AsyncBuffer>,
-    /// The pieces on devices of this process.
+    /// The buffers of the pieces on devices of this process.
     here: HashMap<PieceShard, AsyncBuffer>,
 }
 
-/// The devices that a note travels between.
+/// The source and target device of a note.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 struct DevicePair {
     from: DeviceId,
     to: DeviceId,
 }
 
-/// A region of a piece that a note is about.
+/// A region of a piece that a note describes.
 struct NotedRegion {
-    /// Index of the piece.
+    /// Index of the piece among the link's pieces.
     piece: usize,
     region: Region,
 }
@@ -282,32 +289,33 @@ struct NotedRegion {
 /// A piece on one of its target devices.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) struct PieceShard {
-    /// Index of the piece.
+    /// Index of the piece among the link's pieces.
     pub(super) piece: usize,
     pub(super) device: DeviceId,
 }
 
-/// The result of a version on a process of the subscriber.
+/// The outcome of a version on a process of the subscriber.
 #[derive(Default)]
 struct TakeOutcome {
-    /// Bytes that this process has got.
+    /// Bytes that this process has received for the version.
     bytes: u64,
-    /// The reason why it does not take the version.
+    /// The reason why this process refuses the version; `None` if it takes it.
     refused: Option<VersionRefusal>,
 }
 
-/// The sum of the hashes and the changes of a piece on a device, from all notes.
+/// The contents of all notes about a piece on one device: the sum of the hashes, and the changes.
 #[derive(Default)]
 struct NotedPiece {
     hash: u64,
     changes: Vec<(Region, SharedBuffer)>,
 }
 
-/// The regions that each note is about.
+/// For each note, the regions that it describes.
 type Notes = BTreeMap<DevicePair, Vec<NotedRegion>>;
 
 impl VersionLink {
-    /// Moves a version if there is a newer one. Returns false at the end of the link.
+    /// Runs one turn: moves a version if there is a newer one. Returns false at the end of the
+    /// link.
     fn turn(&self, p: &mut Program, side: &mut LinkSide<'_>) -> Result<bool> {
         let ask = self.ask(p, side)?;
         if ask.has_ended {
@@ -362,7 +370,8 @@ impl VersionLink {
         Ok(true)
     }
 
-    /// Returns the state of the subscriber, which has room for a version if all its processes have.
+    /// Collects the state of the subscriber. It has room for a version if all its processes have
+    /// room.
     fn ask(&self, p: &mut Program, side: &mut LinkSide<'_>) -> Result<SubscriberTurn> {
         // Only one process waits for its own room.
         let mut has_room = true;
@@ -383,8 +392,8 @@ impl VersionLink {
         })
     }
 
-    /// Returns the first reason of a process of the subscriber to refuse the version. `own` is this
-    /// process's reason.
+    /// Returns the reason of the first subscriber's process that refuses the version, if one does.
+    /// `own` is this process's reason.
     fn tell_refusal(
         &self,
         p: &mut Program,
@@ -401,13 +410,13 @@ impl VersionLink {
         p.broadcast_value(self.subscriber, None, || Ok(refused.or(own)))
     }
 
-    /// Returns the subscriber's processes but the first.
+    /// Returns the subscriber's processes without the first one.
     fn others(&self, p: &Program) -> impl Iterator<Item = ProcessId> + use<> {
         (self.subscriber.0 + 1..p.processes() as u32).map(ProcessId)
     }
 
-    /// Returns the newest version that all processes of the publisher have above `above`, if there
-    /// is one; or the reason why there will be none.
+    /// Chooses the newest version above `above` that all processes of the publisher have. Returns
+    /// the reason if there is none or will be none.
     fn choose(
         &self,
         p: &mut Program,
@@ -456,7 +465,8 @@ impl VersionLink {
         Ok(VersionChoice::NoneYet)
     }
 
-    /// Returns, for each piece, if its changes travel: they are known, and fewer bytes than all.
+    /// Returns, for each piece, true if only its changes are transferred: they are known, and
+    /// smaller than the whole piece.
     fn choose_changes(
         &self,
         p: &mut Program,
@@ -482,7 +492,8 @@ impl VersionLink {
         Ok(is_less.collect())
     }
 
-    /// Returns the notes of a version.
+    /// Returns the source and target devices of all notes of a version, and the regions that each
+    /// describes.
     fn notes(&self) -> Notes {
         let mut notes = Notes::new();
         for (index, piece) in self.pieces.iter().enumerate() {
@@ -504,7 +515,7 @@ impl VersionLink {
         notes
     }
 
-    /// Issues the moves of a version. On a process of the subscriber, takes it.
+    /// Issues the moves of a version's pieces. A process of the subscriber then takes the version.
     fn move_pieces(
         &self,
         p: &mut Program,
@@ -572,7 +583,7 @@ impl VersionLink {
         }
     }
 
-    /// Waits for a version, and gives it to the subscriber.
+    /// Waits for the pieces of a version, and gives them to the subscriber `target`.
     fn take(
         &self,
         p: &Program,
@@ -607,7 +618,7 @@ impl VersionLink {
         Ok(outcome)
     }
 
-    /// Issues the moves of the notes. Returns those that come to this process.
+    /// Issues the moves of the notes. Returns the buffers of the notes that this process gets.
     fn move_notes(
         &self,
         p: &mut Program,
@@ -639,7 +650,7 @@ impl VersionLink {
         Ok(here)
     }
 
-    /// Writes the notes from devices of this process.
+    /// Writes the notes whose source devices belong to this process.
     fn write_notes(
         &self,
         p: &Program,
@@ -664,7 +675,8 @@ impl VersionLink {
         own
     }
 
-    /// Returns the bytes of all notes. Only the writer of a note with changes knows its length.
+    /// Returns the length in bytes of each note. Only the writer of a note with changes knows its
+    /// length.
     fn note_lengths(
         &self,
         p: &mut Program,
@@ -700,8 +712,8 @@ impl VersionLink {
     }
 }
 
-/// Waits for the notes to this process. Returns what they say about each piece here, and adds their
-/// bytes to `bytes`.
+/// Waits for the notes to this process. Returns their hashes and changes for each piece here, and
+/// adds their bytes to `bytes`.
 fn read_notes(
     p: &Program,
     arrivals: &VersionArrivals<'_>,
@@ -738,13 +750,13 @@ fn read_notes(
         .collect())
 }
 
-/// Returns the error for a note that is not as it was written.
+/// Returns the error for a note that cannot be decoded.
 fn damaged() -> Error {
     Error::Environment("a note of a version is damaged".to_owned())
 }
 
-/// Returns the lowest version that each process has or is still to make, by the versions of each.
-/// `None` if a process has none yet.
+/// Returns the lowest version number that every process has or can still make. `all` has the
+/// version numbers of each process. `None` if a process has no version yet.
 fn first_of_all(all: &[Vec<u64>]) -> Option<u64> {
     let newest: Option<Vec<u64>> = all.iter().map(|have| have.iter().max().copied()).collect();
     let newest = newest?;
@@ -763,7 +775,7 @@ fn first_of_all(all: &[Vec<u64>]) -> Option<u64> {
         .or(Some(next))
 }
 
-/// Waits for a buffer.
+/// Waits until a buffer of the link is filled.
 fn arrived(p: &Program, slot: &AsyncBuffer) -> Result<SharedBuffer> {
     let runtime = &p.runtime;
     let at = Location::caller();
@@ -779,7 +791,7 @@ fn arrived(p: &Program, slot: &AsyncBuffer) -> Result<SharedBuffer> {
     }
 }
 
-/// Takes a word off the front of a note.
+/// Reads a 64-bit word from the front of a note.
 fn take_word(rest: &mut &[u8]) -> Option<u64> {
     let (word, more) = rest.split_first_chunk::<8>()?;
     *rest = more;

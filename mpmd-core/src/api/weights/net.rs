@@ -15,7 +15,7 @@ use crate::api::program::SimulatedTransport;
 
 type Result<T> = std::result::Result<T, RendezvousError>;
 
-/// A network.
+/// The network over which publishers and subscribers meet: sockets, or in tests a simulation.
 #[derive(Clone, Debug, Default)]
 pub(super) enum Net {
     #[default]
@@ -24,7 +24,7 @@ pub(super) enum Net {
     Simulated(Host),
 }
 
-/// A rendezvous service that this process runs.
+/// A rendezvous service that runs in this process.
 pub(super) enum Service {
     Sockets(RendezvousServer),
     #[cfg(test)]
@@ -32,7 +32,7 @@ pub(super) enum Service {
 }
 
 impl Net {
-    /// Starts a service at an address.
+    /// Starts a rendezvous service at an address.
     pub(super) fn bind(&self, address: SocketAddr, config: ServerConfig) -> Result<Service> {
         match self {
             Self::Sockets => RendezvousServer::bind(address, config).map(Service::Sockets),
@@ -41,7 +41,7 @@ impl Net {
         }
     }
 
-    /// Connects to a service, which may start later.
+    /// Connects to a rendezvous service, which may start later.
     pub(super) fn connect(&self, config: JoinConfig) -> Result<Rendezvous> {
         match self {
             Self::Sockets => Rendezvous::connect(config),
@@ -50,8 +50,8 @@ impl Net {
         }
     }
 
-    /// Connects to the service of a link, which is over if nobody listens. Returns the transport of
-    /// a simulated one.
+    /// Connects to the rendezvous service of a link. If nobody listens, the link is over and the
+    /// call fails. Also returns the transport, in a simulation.
     pub(super) fn join_link(
         &self,
         config: JoinConfig,
@@ -65,7 +65,7 @@ impl Net {
         }
     }
 
-    /// Connects an observer to a service.
+    /// Connects to a rendezvous service as an observer.
     pub(super) fn observe(
         &self,
         address: &str,
@@ -89,7 +89,7 @@ impl Service {
         }
     }
 
-    /// Waits for the end of its job. See [`RendezvousServer::wait_end`].
+    /// Waits until the service's job has ended. See [`RendezvousServer::wait_end`].
     pub(super) fn wait_end(&self, time: Duration) -> Option<Result<()>> {
         match self {
             Self::Sockets(server) => server.wait_end(time),

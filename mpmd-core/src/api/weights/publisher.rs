@@ -30,7 +30,7 @@ use crate::error::{Error, IssueProblem, Result, panic_text};
 use crate::exec::Doing;
 use crate::exec::array::{MpmdArray, Repr};
 
-/// Time for the last copy, and for subscribers to take it.
+/// Longest wait, at the end of a publisher, for the last copy and for subscribers that take it.
 const LAST: Duration = Duration::from_secs(5);
 
 /// Settings of a publication.
@@ -44,7 +44,7 @@ pub struct Publication {
     pub(super) net: Net,
 }
 
-/// Returns the dtype in which a leaf is published.
+/// A function that returns the dtype in which a leaf is published, from its path and shape.
 type DTypeOf = dyn Fn(&str, &ShapedArray) -> DType + Send + Sync;
 
 impl fmt::Debug for Publication {
@@ -58,7 +58,7 @@ impl fmt::Debug for Publication {
 }
 
 impl Publication {
-    /// Creates the settings of a publication. Subscribers need its name and its token.
+    /// Creates the settings of a publication. A subscriber needs the same name and token.
     pub fn new(name: impl Into<String>, token: Token) -> Self {
         Self {
             name: name.into(),
@@ -70,16 +70,17 @@ impl Publication {
         }
     }
 
-    /// Sets the address at which the first process with arrays of the tree listens for subscribers.
-    /// The default is any free port, at the address by which that process has joined its job.
+    /// Sets the address at which subscribers find the publication. The first process with arrays of
+    /// the tree listens there. The default is any free port, at the IP address by which that
+    /// process has joined its job.
     #[must_use]
     pub fn listen(mut self, address: SocketAddr) -> Self {
         self.listen = Some(address);
         self
     }
 
-    /// Publishes all arrays of dtype `f32` as `bf16` or `f16`, rounded to the nearest. The default
-    /// is the arrays' own dtype.
+    /// Publishes all arrays of dtype `f32` as `bf16` or `f16`, rounded to nearest. The default is
+    /// each array's own dtype.
     #[must_use]
     pub fn dtype(self, dtype: DType) -> Self {
         self.dtype_of(move |_, aval| match aval.dtype() {
@@ -88,8 +89,9 @@ impl Publication {
         })
     }
 
-    /// Publishes each array in the dtype that `dtype` returns for its path and shape: its own, or
-    /// for `f32` also `bf16` or `f16`. It must return the same on every process.
+    /// Sets a function that returns the published dtype of each array from its path and shape. It
+    /// is the array's own dtype, or for `f32` also `bf16` or `f16`. It must be the same on every
+    /// process.
     #[must_use]
     pub fn dtype_of(
         mut self,
@@ -99,8 +101,9 @@ impl Publication {
         self
     }
 
-    /// Sets if changed elements are noted, for subscribers that take changes alone. It costs a
-    /// comparison of each version with the one before. The default is true.
+    /// Sets whether the publisher finds the elements that changed between versions, for subscribers
+    /// that take only changes. It costs a comparison of each version with the one before. The
+    /// default is true.
     #[must_use]
     pub fn changes(mut self, changes: bool) -> Self {
         self.changes = changes;
@@ -108,31 +111,31 @@ impl Publication {
     }
 }
 
-/// The figures of a [`Publisher`] on this process.
+/// Counters of a [`Publisher`] on this process.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct PublisherMetrics {
-    /// Number of subscribers at present.
+    /// Number of connected subscribers.
     pub subscribers: usize,
-    /// Number of versions that subscribers have taken, and of those that they refused.
+    /// Number of times that a subscriber has taken a version.
     pub taken: u64,
-    /// See [`taken`](Self::taken).
+    /// Number of times that a subscriber has refused a version.
     pub refused: u64,
-    /// Bytes of this process's memory for versions.
+    /// Bytes of memory that this process holds for versions.
     pub bytes: u64,
 }
 
 /// Publishes versions of a tree of arrays for any number of subscribers, which come and go.
 ///
-/// A process keeps the bits of two versions of its own regions, and while it makes the next one
-/// also the arrays that it copies. Over shared memory subscribers read these bits where they are;
-/// while they keep those of more than six versions in all, they copy later ones.
+/// A process keeps the values of two versions of its own regions. While it makes the next version
+/// it also holds the arrays to copy. Over shared memory, subscribers read these values in place.
+/// While they hold the memory of more than six versions, they copy later ones.
 ///
-/// Subscribers cost the program nothing: threads of their own serve them, and a subscriber that
-/// dies ends its own link alone. Dropping the publisher ends all links.
+/// Subscribers cost the program nothing: separate threads serve them. A subscriber that dies ends
+/// only its own link. Dropping the publisher ends all links.
 pub struct Publisher {
     shared: Arc<PublicationShared>,
     leaves: Vec<PublishedLeaf>,
-    /// The own shards, as in the [`Store`].
+    /// The source of each shard of the [`Store`], in the store's order.
     shards: Vec<PublishedShard>,
     copies: mpsc::Sender<VersionCopy>,
     last: Option<u64>,
@@ -141,21 +144,21 @@ pub struct Publisher {
     threads: Vec<thread::JoinHandle<()>>,
 }
 
-/// The values of a version as they come from the devices.
+/// A version to be copied: its number, and a channel on which its values arrive from the devices.
 struct VersionCopy {
     number: u64,
     values: mpsc::Receiver<ShardValues>,
 }
 
-/// The values of an own shard.
+/// The values of one shard of a version, or the failure of the operation that makes them.
 struct ShardValues {
-    /// Index of the own shard.
+    /// Index of the shard in the [`Store`].
     shard: usize,
-    /// The values, or the failure that they have in their place.
+    /// The values, or the failure of the operation that should have made them.
     outcome: std::result::Result<SharedBuffer, Arc<Failure>>,
 }
 
-/// A leaf of the tree, as it was at the start.
+/// A leaf of the published tree, with the properties it had when the publisher was created.
 struct PublishedLeaf {
     path: String,
     shape: Vec<usize>,
@@ -163,42 +166,42 @@ struct PublishedLeaf {
     sharding: Sharding,
 }
 
-/// The array shard that an own shard is copied from.
+/// The position, among this process's array shards, of a shard that is copied to the [`Store`].
 struct PublishedShard {
-    /// Index of the leaf.
+    /// Index of the leaf in the tree.
     leaf: usize,
     /// Index among the leaf's shards on this process.
     local: usize,
 }
 
-/// The leaves of a tree, with this process's part of them.
+/// The leaves of a published tree, and the shards of them that this process publishes.
 #[derive(Default)]
 struct PublishedTree {
     leaves: Vec<PublishedLeaf>,
-    /// The leaves as subscribers are told about them.
+    /// The leaves in the form that is sent to subscribers.
     offered: Vec<OfferedLeaf>,
-    /// The own shards, and the array shards that these are copied from.
+    /// The shards that this process publishes. `shards` has their positions among the array shards.
     own: Vec<OwnShard>,
     shards: Vec<PublishedShard>,
 }
 
-/// The state of a publication that its threads on this process share.
+/// The state that the threads of a publisher share on this process.
 pub(super) struct PublicationShared {
     pub(super) name: String,
-    /// A random text, by which subscribers tell this publication from others.
+    /// A random text that distinguishes this publication from others of the same name.
     pub(super) id: String,
     pub(super) leaves: Vec<OfferedLeaf>,
     pub(super) store: Store,
-    /// Number of copies that are being made.
+    /// Number of versions whose copies are not finished.
     copying: Mutex<usize>,
     copied: Condvar,
     pub(super) metrics: Mutex<PublisherMetrics>,
 }
 
 impl Program {
-    /// Creates a publisher of a tree of arrays under a name: subscribers of other jobs, or of this
-    /// one, get the versions that [`Publisher::publish`] gives out, in any layout of their own.
-    /// Every process must call it. Blocks until all have.
+    /// Creates a publisher of a tree of arrays. Subscribers in other jobs or in this one get the
+    /// versions that [`Publisher::publish`] gives out, in any layout of their own. Every process
+    /// must call it. Blocks until all processes have called it.
     ///
     /// The leaves are known by their paths in the tree. Their shapes, dtypes and shardings must
     /// stay. Nothing is copied before the first version.
@@ -256,7 +259,7 @@ impl Program {
 }
 
 impl PublishedTree {
-    /// Adds a leaf. An error if the leaf cannot be published.
+    /// Adds a leaf to the tree. Fails if the leaf cannot be published.
     fn add_leaf(
         &mut self,
         path: String,
@@ -318,10 +321,10 @@ impl PublishedTree {
     }
 }
 
-/// Serves the links of a publication, each on a thread of its own.
+/// Starts a thread for each link to which this process is invited.
 struct LinkListener {
     shared: Arc<PublicationShared>,
-    /// This process's place among those of the publisher.
+    /// This process's index among the publisher's processes.
     place: usize,
     secret: Token,
     net: Net,
@@ -329,7 +332,7 @@ struct LinkListener {
 }
 
 impl LinkListener {
-    /// Starts a link for each invitation, until there can be no more.
+    /// Starts a link for each invitation. Returns when the channel is closed.
     fn run(self, invitations: &mpsc::Receiver<Invitation>) {
         let Self {
             place,
@@ -397,12 +400,13 @@ impl Publisher {
         self.address
     }
 
-    /// Gives out the tree as a version. Every process must call it with the same numbers, in
-    /// ascending order. The leaves must be as in [`Program::publisher`].
+    /// Publishes the arrays of `tree` as version `number`. Every process must call it with the same
+    /// numbers, in ascending order. The leaves must have the paths, shapes and dtypes given to
+    /// [`Program::publisher`].
     ///
-    /// Blocks while the copy of the version before is being made, otherwise not: a thread of its
-    /// own copies this one once its values are there. The arrays may be donated at once: an
-    /// operation that takes over memory which is not copied yet gets other memory.
+    /// Blocks while the copy of the previous version is being made, otherwise not. A thread of the
+    /// publisher copies the values once they are computed. The arrays may be donated at once: an
+    /// operation does not take over memory that is still to be copied, but gets other memory.
     ///
     /// If an array of a version fails, all links end.
     ///
@@ -428,7 +432,7 @@ impl Publisher {
         Ok(())
     }
 
-    /// Returns an error if the leaves are not the published ones.
+    /// Returns an error if the leaves of a version differ from those of the publisher's tree.
     fn check_leaves(
         &self,
         leaves: &[(String, &MpmdArray)],
@@ -461,7 +465,7 @@ impl Publisher {
         Ok(())
     }
 
-    /// Gives the copying thread a version. Its values follow once they are computed.
+    /// Sends a version to the copying thread. The version's values follow once they are computed.
     fn start_copy(&self, number: u64, leaves: &[(String, &MpmdArray)]) {
         *self.shared.copying.lock() += 1;
         let (sender, values) = mpsc::channel();
@@ -488,8 +492,8 @@ impl Publisher {
         _ = self.copies.send(VersionCopy { number, values });
     }
 
-    /// Blocks until the copy of the version before is made. Reports a hang after the peer timeout,
-    /// then at growing intervals.
+    /// Blocks until the copy of the previous version is finished. Reports a hang after the peer
+    /// timeout, then at growing intervals.
     fn wait_for_copy(&self, leaves: &[(String, &MpmdArray)], at: &'static Location<'static>) {
         let Some(made) = leaves.iter().find_map(|(_, array)| array.made()) else {
             return;
@@ -515,7 +519,7 @@ impl Publisher {
         }
     }
 
-    /// Returns the figures of the publisher on this process.
+    /// Returns the counters of the publisher on this process.
     pub fn metrics(&self) -> PublisherMetrics {
         PublisherMetrics {
             bytes: self.shared.store.bytes(),
@@ -554,7 +558,8 @@ impl Drop for Publisher {
     }
 }
 
-/// Returns the function that answers calls to this process. It passes invitations on to `invited`.
+/// Creates the function that answers each [`GroupCall`] to this process. It forwards invitations to
+/// `invited`.
 fn answer_calls(
     shared: Arc<PublicationShared>,
     devices: usize,
@@ -578,7 +583,7 @@ fn answer_calls(
 }
 
 impl PublicationShared {
-    /// Makes the bits of a version once its values come. A failure ends all links.
+    /// Copies a version to the store as its values arrive. A failure ends all links.
     fn copy(&self, version: &VersionCopy) {
         // The store takes the shards in order; values may come in any.
         let mut early: HashMap<usize, std::result::Result<SharedBuffer, _>> = HashMap::new();
@@ -609,7 +614,7 @@ impl PublicationShared {
         self.copied.notify_all();
     }
 
-    /// Serves a subscriber until it leaves.
+    /// Serves one subscriber until its link ends.
     fn serve(&self, publishers: usize, join: impl FnOnce() -> Result<Program>) {
         self.metrics.lock().subscribers += 1;
         let link = || {

@@ -17,19 +17,20 @@ use super::net::Service;
 use super::subscriber::{Subscribing, SubscriptionShared};
 use super::taker::TakerNews;
 
-/// Time between two attempts to reach a publisher.
+/// First pause between two attempts to reach a publisher.
 const RETRY: Duration = Duration::from_millis(500);
-/// Limit of that time, which grows with each link without a version.
+/// Longest pause between two attempts. The pause grows with each link that brings no version.
 const LONGEST_RETRY: Duration = Duration::from_secs(10);
-/// Time limit of a call of the processes of an end.
+/// Time limit of a call to the processes of a publisher or subscriber.
 const CALL: Duration = Duration::from_secs(5);
-/// Time between two checks for the end of the subscription, while a link lasts.
+/// Interval of the checks for the end of the subscription during a link.
 const WATCH: Duration = Duration::from_millis(100);
 
-/// Looks for the publisher on process 0, and invites all processes to links with it.
+/// Looks for the publisher on process 0 of a subscriber, and invites all processes of both ends to
+/// links.
 pub(super) struct PublisherSeeker {
     pub(super) subscribing: Subscribing,
-    /// The address and the token of this job's group.
+    /// The address of the rendezvous of this subscriber's processes. `token` is its token.
     pub(super) own: String,
     pub(super) token: Token,
     pub(super) devices: Vec<usize>,
@@ -52,7 +53,7 @@ enum SeekError {
         found: String,
         name: String,
     },
-    /// The system gives no random number for the link.
+    /// The system gives no random number for the link's nonce.
     #[error(transparent)]
     Random(#[from] TokenError),
     /// The rendezvous of the link could not be opened, or has failed.
@@ -60,11 +61,12 @@ enum SeekError {
     Rendezvous(#[from] RendezvousError),
 }
 
-/// The end of a link that had begun.
+/// The way in which a link ended.
 enum LinkEnd {
-    /// A process was lost.
+    /// A process of the link was lost.
     Lost,
-    /// All have left it, also if the two ends do not fit each other.
+    /// All processes have left the link in order, perhaps because the two ends do not fit each
+    /// other.
     Over,
 }
 
@@ -107,7 +109,7 @@ impl PublisherSeeker {
         }
     }
 
-    /// Begins a link, and returns after its end.
+    /// Creates a link with the publisher, and returns after the link's end.
     fn link(&self) -> Result<LinkEnd, SeekError> {
         let Subscribing {
             name,
@@ -166,7 +168,8 @@ impl PublisherSeeker {
         Ok(ended?)
     }
 
-    /// Waits until a link is over, or, before it has begun, until the subscription ends.
+    /// Waits until a link is over. Stops waiting if the subscription ends before the link has
+    /// begun.
     fn wait_end(&self, server: &Service) -> Result<LinkEnd, RendezvousError> {
         loop {
             match server.wait_end(WATCH) {

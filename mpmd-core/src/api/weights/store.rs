@@ -18,39 +18,40 @@ use mpmd_proto::Failure;
 
 use super::bits::{ChangedPlaces, cast, hash};
 
-/// Number of versions to keep the bits of: processes may be a version apart.
+/// Number of versions whose values are kept: the processes of a publisher may be one version apart.
 const VERSIONS: usize = 2;
-/// Readers may have the memory of this many versions, with those that are kept. Beyond, they copy.
+/// Limit, in versions, of the memory that the store and its readers hold. Above it, readers copy.
 const LENT: u64 = 6;
-/// The bytes of changes are kept up to this part of the bits.
+/// Divisor of a version's bytes that limits the bytes of stored changes.
 const CHANGES_PART: usize = 4;
-/// Bytes of values that are cast and compared at once: they stay in a core's cache.
+/// Bytes of values that are cast and compared at a time. They fit into a core's cache.
 const SLICE: usize = 256 << 10;
 
-/// A region of a leaf that this process publishes: its own, on the first device that has it.
+/// A shard that this process publishes, because its first device in the sharding belongs to this
+/// process.
 #[derive(Clone, Debug)]
 pub(super) struct OwnShard {
     pub(super) leaf: usize,
-    /// The shape of the leaf.
+    /// The shape of the whole leaf.
     pub(super) shape: Vec<usize>,
     pub(super) region: Region,
-    /// The dtypes on the trainer's device and on the way.
+    /// The dtype of the array, and the dtype in which it is published.
     pub(super) dtypes: [DType; 2],
 }
 
-/// The reason why the bits of a version could not be made.
+/// The reason why a version could not be copied to the store.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum CopyError {
     /// The operation that makes an array of the version has failed.
     #[error("{0}")]
     Values(Arc<Failure>),
-    /// There is no memory for the bits.
+    /// There is no memory for the copy.
     #[error(transparent)]
     Memory(#[from] OutOfMemory),
-    /// The program ended before it had given all values.
+    /// The program ended before all values of the version were available.
     #[error("the program has ended")]
     ProgramEnded,
-    /// The copy has panicked, with this message.
+    /// The copying code has panicked, with this message.
     #[error("{0}")]
     Panicked(String),
 }
@@ -61,30 +62,30 @@ pub(super) enum PublicationEnd {
     /// The publisher was dropped.
     #[error("the publisher has ended")]
     Dropped,
-    /// A version could not be made.
+    /// A version could not be copied to the store.
     #[error("version {version} could not be published: {why}")]
     NotCopied { version: u64, why: CopyError },
 }
 
-/// The bits of a version on this process, by own shard.
+/// The values of a version on this process, for each shard of the store.
 pub(super) struct StoredVersion {
     pub(super) number: u64,
-    /// The number of the version before.
+    /// The number of the previous version.
     before: Option<u64>,
     pub(super) bits: Vec<SharedBuffer>,
-    /// The hashes of the regions that links have asked for, by own shard.
+    /// For each shard of the store, the hashes of the regions that links have requested.
     pub(super) hashes: Vec<HashMap<Region, u64>>,
 }
 
-/// A region of an own shard. Its hash is computed with each version.
+/// A region of a shard whose hash is computed in each new version.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct HashedRegion {
-    /// Index of the own shard.
+    /// Index of the shard in the store.
     pub(super) shard: usize,
     pub(super) region: Region,
 }
 
-/// The elements that changed from one version to the next, by own shard.
+/// The elements that changed from one version to the next, for each shard of the store.
 struct ChangeStep {
     from: u64,
     to: u64,
@@ -92,14 +93,14 @@ struct ChangeStep {
     bytes: usize,
 }
 
-/// An own shard of a new version.
+/// The values of a shard in a new version.
 struct CopiedShard {
     bits: SharedBuffer,
-    /// The places that differ from the version before.
+    /// The indices of the elements that differ from the previous version.
     changed: ChangedPlaces,
 }
 
-/// The versions of this process, shared by its links.
+/// The versions that this process publishes, shared by its links.
 pub(super) struct Store {
     pub(super) shards: Vec<OwnShard>,
     memory: Pool,
@@ -111,18 +112,19 @@ pub(super) struct Store {
 #[derive(Default)]
 struct StoreState {
     versions: VecDeque<Arc<StoredVersion>>,
-    /// Links wait for the first versions from these numbers on. Those that would be gone are kept.
+    /// Version numbers that links have pinned: for each, the store keeps the first version at or
+    /// above it.
     pins: Vec<u64>,
     pinned: Vec<Arc<StoredVersion>>,
-    /// The regions that links need the hashes of, with the number of these links.
+    /// The regions to hash in each new version, with the number of links that need each.
     hashed: BTreeMap<HashedRegion, usize>,
     steps: VecDeque<ChangeStep>,
-    /// Why there will be no further version.
+    /// The reason why no further version will come; `None` while the publication lasts.
     ended: Option<PublicationEnd>,
 }
 
 impl StoredVersion {
-    /// Returns true if this is the first version from one of these numbers on.
+    /// Returns true if this is the first version at or above one of the numbers in `pins`.
     fn is_pinned(&self, pins: &[u64]) -> bool {
         pins.iter()
             .any(|pin| self.before < Some(*pin) && *pin <= self.number)
@@ -130,7 +132,8 @@ impl StoredVersion {
 }
 
 impl Store {
-    /// Creates a store without versions. With `tracks_changes` the changed elements are noted.
+    /// Creates a store without versions. With `tracks_changes`, it finds the elements that change
+    /// between versions.
     pub(super) fn new(shards: Vec<OwnShard>, tracks_changes: bool) -> Self {
         // Other processes of this host read the bits where they are.
         let arena = Arena::shared().unwrap_or_else(|_| Arena::private());
@@ -144,13 +147,13 @@ impl Store {
         }
     }
 
-    /// Stores a version: copies and casts the values of own shards, which `next` returns in order.
-    /// Where changes are tracked, also compares them with the last version. Called by one thread at
-    /// a time.
+    /// Adds a version: copies the values that `next` returns for each shard, cast to the published
+    /// dtype. If changes are tracked, also compares them with the last version. Must be called by
+    /// one thread at a time.
     ///
     /// # Errors
     ///
-    /// The error of `next`, or that there is no memory. Then there is no such version.
+    /// If `next` fails or there is no memory. The store then has no such version.
     pub(super) fn add(
         &self,
         number: u64,
@@ -209,8 +212,8 @@ impl Store {
         Ok(())
     }
 
-    /// Returns values in their dtype on the way, and the places that differ from `old`. Adds to the
-    /// hashes of regions.
+    /// Returns a shard's values in the published dtype, and the indices that differ from `old`.
+    /// Adds the regions' hashes to `hashes`.
     fn copy(
         &self,
         OwnShard {
@@ -256,13 +259,12 @@ impl Store {
         })
     }
 
-    /// Computes the hash of a region of an own shard with each version to come, until
-    /// [`unhash`](Self::unhash).
+    /// Requests the hash of a region in each new version, until [`unhash`](Self::unhash).
     pub(super) fn hash(&self, region: HashedRegion) {
         *self.state.lock().hashed.entry(region).or_default() += 1;
     }
 
-    /// Takes back that a link needs the hash of a region.
+    /// Withdraws one request for the hash of a region.
     pub(super) fn unhash(&self, region: HashedRegion) {
         if let Entry::Occupied(mut links) = self.state.lock().hashed.entry(region) {
             *links.get_mut() -= 1;
@@ -272,7 +274,7 @@ impl Store {
         }
     }
 
-    /// Returns true if readers keep more memory of versions than is lent.
+    /// Returns true if the store and its readers hold more memory than [`LENT`] versions.
     pub(super) fn is_short(&self) -> bool {
         let state = self.state.lock();
         let Some(newest) = state.versions.back() else {
@@ -282,12 +284,12 @@ impl Store {
         self.memory.stats().live > LENT * bits.sum::<u64>()
     }
 
-    /// Waits for a version above `above`, and if `pin` is set until that one or a later one has
-    /// been made, at most for `timeout`. Returns the numbers of the versions here above `above`.
+    /// Waits for a version above `above`, at most for `timeout`. If `pin` is set, waits for a
+    /// version at or above `pin`. Returns the numbers of all stored versions above `above`.
     ///
     /// # Errors
     ///
-    /// If there will be none: the publisher has ended, or could not make a version.
+    /// If no further version will come: the publisher has ended, or could not make a version.
     pub(super) fn wait(
         &self,
         above: Option<u64>,
@@ -317,8 +319,8 @@ impl Store {
         }
     }
 
-    /// Keeps the first version from a number on until [`unpin`](Self::unpin): one that is to come,
-    /// or `held`.
+    /// Keeps the first version at or above `number` until [`unpin`](Self::unpin). This is a version
+    /// to come, a stored one, or `held`.
     pub(super) fn pin(&self, number: u64, held: Option<Arc<StoredVersion>>) {
         let mut state = self.state.lock();
         state.pins.push(number);
@@ -330,7 +332,7 @@ impl Store {
         }
     }
 
-    /// Takes a pin back.
+    /// Withdraws one pin of `number`.
     pub(super) fn unpin(&self, number: u64) {
         let state = &mut *self.state.lock();
         if let Some(place) = state.pins.iter().position(|pin| *pin == number) {
@@ -341,15 +343,15 @@ impl Store {
             .retain(|version| version.is_pinned(&state.pins));
     }
 
-    /// Returns a version, if its bits are still here.
+    /// Returns a version, or `None` if it is no longer stored.
     pub(super) fn get(&self, number: u64) -> Option<Arc<StoredVersion>> {
         let state = self.state.lock();
         let mut all = state.pinned.iter().chain(&state.versions);
         all.find(|version| version.number == number).cloned()
     }
 
-    /// Returns the places of each own shard that changed between two versions. `None` if this is
-    /// not known any more.
+    /// Returns, for each shard, the indices of the elements that changed between two versions.
+    /// `None` if the changes are no longer stored.
     pub(super) fn changes(&self, base: u64, number: u64) -> Option<Vec<ChangedPlaces>> {
         let state = self.state.lock();
         let mut steps = state.steps.iter().skip_while(|step| step.from != base);
@@ -366,19 +368,20 @@ impl Store {
         (to == number).then_some(places)
     }
 
-    /// Returns the bytes of the versions and of the memory that is kept for the next one.
+    /// Returns the bytes of memory that the store's pool has mapped: versions, and memory for the
+    /// next one.
     pub(super) fn bytes(&self) -> u64 {
         self.memory.stats().mapped
     }
 
-    /// Ends all links with this reason, after the last version.
+    /// Ends the publication with the reason `why`. Links end after they have sent the last version.
     pub(super) fn end(&self, why: PublicationEnd) {
         self.state.lock().ended.get_or_insert(why);
         self.changed.notify_all();
     }
 }
 
-/// Returns some rows of the first dimension of a region.
+/// Returns the part of a region that has these rows of its first dimension.
 fn rows_of(region: &Region, rows: Range<usize>) -> Region {
     let ranges = region.ranges().enumerate().map(|(dim, range)| match dim {
         0 => range.start + rows.start..range.start + rows.end,

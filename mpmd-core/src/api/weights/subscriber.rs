@@ -37,7 +37,8 @@ pub struct Subscribing {
 }
 
 impl Subscribing {
-    /// Creates the settings of a subscription to the publication `name` at an address, `host:port`.
+    /// Creates the settings of a subscription to the publication `name`. `address` is the
+    /// publisher's `host:port`.
     pub fn new(name: impl Into<String>, address: impl Into<String>, token: Token) -> Self {
         Self {
             name: name.into(),
@@ -49,9 +50,9 @@ impl Subscribing {
         }
     }
 
-    /// Takes only the elements that have changed, where these are fewer bytes than all. Each
-    /// process then keeps the bits of the last version. The default is false: on one host the
-    /// publisher's memory is read where it is, and nothing is saved.
+    /// Sets whether a new version is transferred as changed elements where that takes fewer bytes.
+    /// Each process then keeps the values of the last version. The default is false: on one host
+    /// the publisher's memory is read in place, so nothing is saved.
     #[must_use]
     pub fn changes(mut self, changes: bool) -> Self {
         self.changes = changes;
@@ -67,14 +68,14 @@ impl Subscribing {
     }
 }
 
-/// A process's part of a version: its regions of each wanted leaf.
+/// A process's part of a version: the regions of each wanted leaf on this process's devices.
 #[derive(Clone, Debug, Default)]
 pub struct Received {
     /// The number of the version.
     pub version: u64,
-    /// Number of publications that the subscription has found before the version's own. The numbers
-    /// of a new publication, such as of a training that has begun anew, may be the same as of the
-    /// one before.
+    /// Number of publications that the subscription had found before this version's publication.
+    /// Version numbers may repeat in a new publication, such as of a training run that starts
+    /// again.
     pub publication: u64,
     pub(super) shards: Vec<ReceivedShard>,
     pub(super) leaves: Arc<Vec<ReceivedLeaf>>,
@@ -83,13 +84,13 @@ pub struct Received {
 /// A region of a leaf, with its values.
 #[derive(Clone, Debug)]
 pub(super) struct ReceivedShard {
-    /// Index of the leaf.
+    /// Index of the leaf among the wanted leaves.
     pub(super) leaf: usize,
     pub(super) region: Region,
     pub(super) values: SharedBuffer,
 }
 
-/// The error of [`Received::read`]: the leaf or the region is not on this process.
+/// The error of [`Received::read`]: this process does not hold the requested leaf or region.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{leaf} {region} is not here")]
 pub struct NotReceived {
@@ -99,7 +100,7 @@ pub struct NotReceived {
     pub region: Region,
 }
 
-/// A wanted leaf.
+/// The name, shape and dtype of a wanted leaf.
 #[derive(Clone, Debug)]
 pub(super) struct ReceivedLeaf {
     pub(super) name: String,
@@ -122,15 +123,16 @@ impl Received {
         self.leaf(leaf).map(|aval| aval.dtype())
     }
 
-    /// Copies a region of a leaf that is within one of this process's regions.
+    /// Copies a region of a leaf to `to`. The region must be within one of this process's regions.
     ///
     /// # Errors
     ///
-    /// If the leaf or the region is not here.
+    /// If this process does not hold the leaf or the region.
     ///
     /// # Panics
     ///
-    /// If `to` has another length than the region, or this another number of dimensions.
+    /// If the length of `to` differs from the region's bytes, or the region has another number of
+    /// dimensions than the leaf.
     pub fn read(&self, leaf: &str, region: &Region, to: &mut [u8]) -> Result<(), NotReceived> {
         let found = self.shards(leaf).find(|(own, _)| own.contains(region));
         let (Some(aval), Some((own, values))) = (self.leaf(leaf), found) else {
@@ -149,30 +151,33 @@ impl Received {
     }
 }
 
-/// The use that a subscriber makes of versions. Its functions are called on a thread of the
-/// subscription, on every process for each version. A panic in one of them is logged, and is the
-/// subscription's trouble; in [`take`](Self::take) it refuses the version.
+/// A consumer of the versions of a subscription. Its functions are called on a thread of the
+/// subscription, on every process for each version. A panic in one of them is logged and reported
+/// as [`SubscriptionState::trouble`]. A panic in [`take`](Self::take) refuses the version.
 pub trait Intake: Send {
-    /// Returns true if there is room for a further version on this process. Called often. A version
-    /// comes once every process has room.
+    /// Returns true if this process has room for a further version. Called often. The next version
+    /// is transferred once every process has room.
     fn has_room(&mut self) -> bool;
 
-    /// Takes this process's part of a version, whose bits have been compared with the publisher's.
-    /// Another process may still refuse it. Keep no buffers of it for long: they may be the
-    /// publisher's memory, which lends only some versions' before it has later ones copied.
+    /// Takes this process's part of a version, after its hashes were compared with the publisher's.
+    /// Another process may still refuse the version.
+    ///
+    /// Do not keep its buffers for long. They may be the publisher's memory, which lends only some
+    /// versions before later ones are copied.
     ///
     /// # Errors
     ///
-    /// The reason to refuse the version. It is told to all processes and to the publisher.
+    /// The reason to refuse the version. All processes and the publisher get it.
     fn take(&mut self, received: &Received) -> Result<(), String>;
 
-    /// Ends a version: every process has taken it, or `refused` is the reason why one has not. A
-    /// refused version is to be forgotten: for example since the publisher died meanwhile. Called
-    /// once for each version that was [taken](Self::take), unless the subscription ends first.
+    /// Ends a version: every process has taken it, or `refused` is the reason why it must be
+    /// discarded. For example, a process has refused it, or the publisher has died. Called once for
+    /// each version that was [taken](Self::take), unless the subscription ends first.
     fn end(&mut self, version: u64, refused: Option<&str>);
 
-    /// Notes that a link to the publisher has begun. With a reason, notes that there is none: it
-    /// has ended, or on process 0 a process of either end cannot be reached. Default: does nothing.
+    /// Called with `None` when a link to the publisher has begun. Called with a reason when the
+    /// link has ended or, on process 0, when a process of either end cannot be reached. Default:
+    /// does nothing.
     fn linked(&mut self, ended: Option<&str>) {
         let _ = ended;
     }
@@ -181,27 +186,29 @@ pub trait Intake: Send {
 /// The state of a subscription on this process.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct SubscriptionState {
-    /// The newest version that is whole on every process.
+    /// The newest version that every process has taken.
     pub version: Option<u64>,
-    /// True while there is a link to the publisher.
+    /// True while this process has a link to the publisher.
     pub is_linked: bool,
-    /// Why there is no link, why the last version was refused, or that the intake has panicked.
+    /// The last problem: why there is no link, why a version was refused, or that the intake has
+    /// panicked.
     pub trouble: Option<String>,
     /// Number of versions that every process has taken.
     pub versions: u64,
-    /// Number of versions that a process has refused.
+    /// Number of versions that at least one process has refused.
     pub refused: u64,
-    /// Bytes that this process got for the last version.
+    /// Bytes that this process received for the last version.
     pub bytes: u64,
 }
 
-/// A subscription to the versions of a publisher. Dropping it leaves the publisher, which goes on.
+/// A subscription to the versions of a publisher. Dropping it leaves the publisher, which
+/// continues.
 ///
-/// All processes should drop it: without one of them there are no further versions.
+/// All processes should drop it: if one has dropped it, no further versions come.
 ///
-/// A publisher that ends or dies leaves the last whole version in use. The subscription looks for
-/// it, or for its successor, until it is dropped. Of a successor it takes every version, also one
-/// with a lower number.
+/// If a publisher ends or dies, the last whole version stays in use. Until it is dropped, the
+/// subscription looks for that publisher or a successor. It takes every version of a successor,
+/// even those with lower numbers.
 pub struct Subscription {
     shared: Arc<SubscriptionShared>,
     group: Option<GroupMembership>,
@@ -210,7 +217,7 @@ pub struct Subscription {
     wanted: Arc<Vec<WantedLeaf>>,
 }
 
-/// The state of a subscription that its threads on this process share.
+/// The state that the threads of a subscription share on this process.
 #[derive(Default)]
 pub(super) struct SubscriptionShared {
     state: Mutex<SubscriptionProgress>,
@@ -220,18 +227,19 @@ pub(super) struct SubscriptionShared {
 #[derive(Default)]
 struct SubscriptionProgress {
     state: SubscriptionState,
-    /// When this process has given up the subscription.
+    /// The time at which this process gave up the subscription; `None` before.
     ended: Option<Instant>,
-    /// On process 0: the newest version that every process has taken.
+    /// The newest version that every process has taken. Set only on process 0.
     whole: Option<VersionNumbers>,
 }
 
-/// The intake of a program that takes versions as arrays.
+/// The intake behind [`Subscription::next`], for a program that takes versions as arrays.
 #[derive(Default)]
 struct LatestVersions {
-    /// At most two: one that is whole, and one of which this process does not know yet if it is.
+    /// At most two versions: one that every process has taken, and a newer one that may still be
+    /// refused.
     taken: VecDeque<Received>,
-    /// The newest that every process has.
+    /// The newest version that every process has taken.
     whole: Option<VersionNumbers>,
 }
 
@@ -267,14 +275,14 @@ impl Intake for Arc<Mutex<LatestVersions>> {
 }
 
 impl Program {
-    /// Subscribes to the versions of a publication, as leaves of this job's own layout.
+    /// Subscribes to the versions of a publication, as `leaves` in this job's own layout.
     /// [`Subscription::next`] returns them as arrays. Every process must call it, with the same
     /// leaves. Does not wait for the publisher.
     ///
     /// # Errors
     ///
-    /// If a sharding does not fit its leaf, two leaves have one name, or the system gives no
-    /// threads.
+    /// If a sharding does not fit its leaf, if two leaves have the same name, or if the system
+    /// gives no threads.
     pub fn subscribe(
         &mut self,
         subscribing: Subscribing,
@@ -287,7 +295,7 @@ impl Program {
         Ok(subscription)
     }
 
-    /// Subscribes as [`Program::subscribe`] does, and gives the versions to `intake`.
+    /// Subscribes as [`Program::subscribe`] does, and passes each version to `intake`.
     ///
     /// # Errors
     ///
@@ -323,7 +331,8 @@ impl Program {
     }
 }
 
-/// Returns the function that answers calls to this process. It passes them on to `told`.
+/// Creates the function that answers each `GroupCall` to this process. It forwards the calls to
+/// `told`.
 fn answer_calls(
     told: mpsc::Sender<TakerNews>,
     devices: usize,
@@ -401,13 +410,13 @@ impl Subscription {
         Ok(())
     }
 
-    /// Returns the state on this process. Does not block.
+    /// Returns the state of the subscription on this process. Does not block.
     pub fn state(&self) -> SubscriptionState {
         self.shared.state()
     }
 
-    /// Waits until a version at least as new as `version` is whole on every process, at most for
-    /// `timeout`. Returns the newest one. `None` after the time.
+    /// Waits until every process has taken a version at or above `version`, at most for `timeout`.
+    /// Returns the newest such version, or `None` after the timeout.
     pub fn wait(&self, version: u64, timeout: Duration) -> Option<u64> {
         let until = after(now(), timeout);
         let mut known = self.shared.state.lock();
@@ -426,9 +435,9 @@ impl Subscription {
         }
     }
 
-    /// Returns the next version that is whole on every process, as arrays in the order of the
-    /// wanted leaves; `None` if there is none yet. Does not wait for one. Every process must call
-    /// it. Until it is called, no later version comes.
+    /// Returns the next version that every process has taken, as arrays in the order of the wanted
+    /// leaves. Returns `None` if there is none yet; does not wait for one. Every process must call
+    /// it. No later version is transferred before this call.
     ///
     /// # Errors
     ///
@@ -497,7 +506,7 @@ impl SubscriptionShared {
         self.ended().is_some()
     }
 
-    /// Returns the time at which this process has given up the subscription.
+    /// Returns the time at which this process gave up the subscription; `None` before.
     pub(super) fn ended(&self) -> Option<Instant> {
         self.state.lock().ended
     }
@@ -507,7 +516,7 @@ impl SubscriptionShared {
         self.changed.notify_all();
     }
 
-    /// Returns the newest version that every process has taken, on process 0.
+    /// Returns the newest version that every process has taken. Known only on process 0.
     pub(super) fn whole(&self) -> Option<VersionNumbers> {
         self.state.lock().whole
     }
@@ -516,7 +525,7 @@ impl SubscriptionShared {
         self.state.lock().whole = Some(version);
     }
 
-    /// Blocks until this process has no link. It has none for ever: its peers have deadlines.
+    /// Blocks until this process has no link. Deadlines of the peers ensure that the link ends.
     pub(super) fn wait_unlinked(&self) {
         let mut known = self.state.lock();
         while known.state.is_linked {
@@ -524,7 +533,7 @@ impl SubscriptionShared {
         }
     }
 
-    /// Sleeps, at most until the subscription ends.
+    /// Sleeps for `time`, or until the subscription ends.
     pub(super) fn sleep(&self, time: Duration) {
         let until = after(now(), time);
         let mut known = self.state.lock();

@@ -27,30 +27,31 @@ use super::subscriber::{
 };
 use crate::error::{Error, panic_text};
 
-/// Time between two questions for room.
+/// Time between two calls of [`Intake::has_room`].
 const LOOK: Duration = Duration::from_millis(20);
-/// Time for which a process that has ended waits for the first process to end the link.
+/// Time for which a process that gave up its subscription waits for the first process to end the
+/// link.
 const ALONE: Duration = Duration::from_secs(2);
-/// The reason why a version is forgotten that not all processes have taken.
+/// The reason given to an intake for discarding a version that not all processes have taken.
 const BROKEN: &str = "the link to the publisher broke before every process had taken it";
 
-/// News for the thread that takes versions.
+/// An event for the thread that takes versions on a process of a subscriber.
 pub(super) enum TakerNews {
-    /// There is a link to join.
+    /// This process is invited to join a link.
     Invited(Invitation),
-    /// The link before is over. The newest version that process 0 knows to be whole.
+    /// The last link is over. The value is the newest version that process 0 knows to be whole.
     Settled(Option<VersionNumbers>),
-    /// A process of either end cannot be reached, with the reason.
+    /// A process of the publisher or the subscriber cannot be reached, for this reason.
     NotFound(String),
 }
 
-/// Takes the versions on this process.
+/// The thread that joins links and takes versions on this process of a subscriber.
 pub(super) struct Taking {
     shared: Arc<SubscriptionShared>,
     wanted: Arc<Vec<WantedLeaf>>,
     leaves: Arc<Vec<ReceivedLeaf>>,
     members: Members,
-    /// This process's place among them.
+    /// This process's index among the subscriber's processes.
     me: usize,
     /// The secret of the publication.
     secret: Token,
@@ -59,25 +60,25 @@ pub(super) struct Taking {
     changes: bool,
     intake: Guarded,
     publications: Publications,
-    /// It outlives links: their bits may still be read.
+    /// The pool of received values. It outlives each link, because the intake may still read them.
     memory: Pool,
-    /// A version that this process took before its link broke. Process 0 tells whether it is whole.
+    /// A version that this process took before its link broke. Process 0 knows whether it is whole.
     doubt: Option<VersionNumbers>,
 }
 
-/// The publications that the subscription has found.
+/// The publications that the subscription has found at its address, one after another.
 #[derive(Debug, Default)]
 struct Publications {
-    /// The id of the last one.
+    /// The id of the last publication.
     last: Option<String>,
     /// Number of publications before the last one.
     before: u64,
-    /// The newest version of the last one that is whole on every process.
+    /// The newest version of the last publication that is whole on every process.
     version: Option<u64>,
 }
 
 impl Publications {
-    /// Notes the publication of a link.
+    /// Records the id of a link's publication, which may be a new one.
     fn find(&mut self, id: String) {
         if self.last.as_ref() == Some(&id) {
             return;
@@ -125,8 +126,8 @@ impl Taking {
         }
     }
 
-    /// Takes versions until the subscription ends. Of several invitations only the newest is to a
-    /// link that may still come about.
+    /// Takes versions until the subscription ends. Joins only the newest of several invitations:
+    /// the links of older ones are over.
     pub(super) fn run(mut self, news: &mpsc::Receiver<TakerNews>) {
         while let Ok(first) = news.recv() {
             let mut newest = None;
@@ -143,7 +144,7 @@ impl Taking {
         }
     }
 
-    /// Joins a link, and returns after its end.
+    /// Joins a link, and returns after the link's end.
     fn link(&mut self, invitation: &Invitation) {
         let me = self.me;
         let peer_timeout = self.peer_timeout;
@@ -191,8 +192,8 @@ impl Taking {
         self.shared.note(|state| state.is_linked = false);
     }
 
-    /// Ends the version in doubt: its link broke before this process heard how it ended. It is
-    /// whole if it is the newest one that process 0 has.
+    /// Ends the version in `doubt`, whose link broke before this process heard how it ended. The
+    /// version is whole if it equals `whole`, the newest version that process 0 knows.
     fn settle(&mut self, whole: Option<VersionNumbers>) {
         let Some(version) = self.doubt.take() else {
             return;
@@ -209,14 +210,14 @@ impl Taking {
     }
 }
 
-/// An intake. A panic in it becomes an error of the subscription.
+/// Calls an [`Intake`], and turns a panic in it into an error of the subscription.
 struct Guarded {
     intake: Box<dyn Intake>,
     shared: Arc<SubscriptionShared>,
 }
 
 impl Guarded {
-    /// Returns true if there is room; an error if the intake cannot tell.
+    /// Returns true if the intake has room for a version. Fails if the intake panics.
     fn has_room(&mut self) -> std::result::Result<bool, IntakePanic> {
         self.call(|intake| intake.has_room())
     }
@@ -251,28 +252,29 @@ impl Guarded {
     }
 }
 
-/// The bits of pieces on devices of this process.
+/// The values of pieces on devices of this process.
 type Bits = HashMap<PieceShard, SharedBuffer>;
 
-/// The part of this process in one link.
+/// A subscriber process's state in one link.
 struct Taker<'a> {
     taking: &'a mut Taking,
-    /// The number that this job's first device has in the link.
+    /// The link's number of the first device of this job.
     first: u32,
-    /// The bits of the last whole version, if they are kept, and of the one that comes.
+    /// The values of the last whole version, if they are kept. `fresh` has the values of the
+    /// version that is arriving.
     bits: Bits,
     fresh: Bits,
-    /// The version of which all processes keep the bits.
+    /// The version whose values all processes of the subscriber keep.
     base: Option<u64>,
     refused: RefusalCount,
-    /// The version that was taken and has not ended.
+    /// The version that was given to the intake and has not ended.
     taken: Option<TakenVersion>,
 }
 
 /// Counts consecutive refusals of the same version.
 #[derive(Default)]
 struct RefusalCount {
-    /// The version that was refused last, if `count` is not 0.
+    /// The last refused version; without meaning if `count` is 0.
     version: u64,
     count: u32,
 }
@@ -297,8 +299,8 @@ impl<'a> Taker<'a> {
         }
     }
 
-    /// Ends the version that the link was moving when it broke. On other processes than the first
-    /// it may be whole all the same: it is in doubt until the first one tells.
+    /// Ends the version that was moving when the link broke. On a process other than the first, it
+    /// may still be whole, so it is in `doubt` until process 0 decides.
     fn break_off(&mut self) {
         let Some(TakenVersion {
             version,
@@ -313,7 +315,7 @@ impl<'a> Taker<'a> {
         }
     }
 
-    /// Returns the pieces of a leaf that have come to a device, with their places in the leaf.
+    /// Returns the pieces of a leaf that have arrived on a device, with their regions in the leaf.
     fn parts_of(
         &self,
         leaf: usize,
@@ -334,7 +336,7 @@ impl<'a> Taker<'a> {
             .collect()
     }
 
-    /// Returns the values of a region that is made of these parts. A single part is not copied.
+    /// Joins parts to the values of a region. A single part that is the whole region is not copied.
     fn join(
         &self,
         region: &Region,
@@ -353,18 +355,21 @@ impl<'a> Taker<'a> {
         Ok(all.freeze())
     }
 
-    /// Returns the bytes of a piece, after its changes.
+    /// Applies changes to the kept values of a piece, and returns the new values. `None` if no
+    /// values are kept, there is no memory, or the changes do not fit.
     fn changed(
         &self,
         piece: &LeafPiece,
         shard: PieceShard,
         changes: &[(Region, SharedBuffer)],
-    ) -> Option<SharedBuffer> {
-        let old = self.bits.get(&shard)?;
+    ) -> std::result::Result<Option<SharedBuffer>, OutOfMemory> {
+        let (Some(old), Some(target)) = (self.bits.get(&shard), piece.target_of(shard.device))
+        else {
+            return Ok(None);
+        };
         let item = piece.aval.dtype().size();
-        let target = piece.target_of(shard.device)?;
 
-        let mut new = self.taking.memory.allocate(old.len()).ok()?;
+        let mut new = self.taking.memory.allocate(old.len())?;
         new.copy_from_slice(old);
         for (common, bytes) in changes {
             let row = common.shape();
@@ -385,9 +390,11 @@ impl<'a> Taker<'a> {
                     .copy_from_slice(value);
                 is_in.then_some(())
             };
-            read_changes(&mut &bytes[..], item, change)?;
+            if read_changes(&mut &bytes[..], item, change).is_none() {
+                return Ok(None);
+            }
         }
-        Some(new.freeze())
+        Ok(Some(new.freeze()))
     }
 }
 
@@ -461,7 +468,7 @@ impl SubscriberLink for Taker<'_> {
         let bytes = match arrived {
             ArrivedPiece::Whole(bytes) => bytes,
             ArrivedPiece::Changes(changes) => self
-                .changed(piece, shard, &changes)
+                .changed(piece, shard, &changes)?
                 .ok_or_else(|| VersionRefusal::OtherBase { leaf: name.clone() })?,
         };
 

@@ -24,24 +24,26 @@ use mpmd_layout::sharding::{MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::Structure;
 
-/// The mesh axis over one device of each process.
+/// Name of the axis of a mesh that has one device of each process.
 const PROCESS: &str = "process";
 
-/// Maximum number of devices whose [`Checker`] a kernel keeps. A further one replaces the oldest.
+/// Maximum number of [`Checker`]s, one for each device, that a kernel keeps. A further one replaces
+/// the oldest.
 const CHECKERS_KEPT: usize = 8;
 
-/// A kernel on the device that recomputes its calls.
+/// A kernel bound to the device that recomputes its calls.
 pub(super) struct Checker<K: Kernel> {
     device: DeviceId,
     kernel: Jit<K>,
-    /// The hash of the outputs on the kernel's own device, and on the other one.
+    /// The kernels that hash the outputs: on the device of the original call, and on the
+    /// recomputing device.
     hashes: [Jit<HashOutputs>; 2],
 }
 
 impl CallPlan {
-    /// True if calls of this plan can be recomputed: they are on one device, take whole arrays in
-    /// device memory or host values, donate nothing, and have neither objects nor collectives.
-    /// Another process must have such a device. The same on every process.
+    /// True if calls of this plan can be recomputed. They run on one device, donate nothing, and
+    /// have neither objects nor collectives. Their inputs are host values or whole arrays in device
+    /// memory. Another process must have a device of the same kind. The same on every process.
     pub(super) fn can_be_recomputed(&self) -> bool {
         let [device] = *self.mesh.mesh.devices() else {
             return false;
@@ -68,8 +70,8 @@ impl CallPlan {
 }
 
 impl<K: Kernel> Jit<K> {
-    /// Issues the call of this plan with inputs `x` and outputs `y` again on a device of another
-    /// process, and the comparison of both. Waits for nothing.
+    /// Issues a call with inputs `x` and outputs `y` again on a device of another process, and then
+    /// the comparison of both outputs. Does not wait.
     pub(super) fn recompute(
         &self,
         program: &mut Program,
@@ -106,7 +108,8 @@ impl<K: Kernel> Jit<K> {
         Ok(())
     }
 
-    /// Issues a call again on `device`, and returns the hashes of both outputs on every process.
+    /// Issues a call again on `device`. Returns the hashes of the original and of the recomputed
+    /// outputs, on every process.
     fn hashes_of_both(
         &self,
         program: &mut Program,
@@ -155,7 +158,7 @@ impl<K: Kernel> Jit<K> {
         Ok([hash(first, y)?, hash(second, &again)?])
     }
 
-    /// Returns the kernel on `device`: the one that was kept, or a new one.
+    /// Returns the [`Checker`] for `device`: a kept one, or a new one.
     fn checker(
         &self,
         program: &Program,
@@ -219,7 +222,7 @@ impl<K: Kernel> Jit<K> {
     }
 }
 
-/// Returns the sharding of an array that every process has in host memory.
+/// Returns a sharding that replicates an array in host memory of every process.
 fn everywhere(program: &Program) -> std::result::Result<Sharding, IssueProblem> {
     let topology = program.topology();
     let processes = (0..topology.processes() as u32).map(ProcessId);
@@ -230,7 +233,7 @@ fn everywhere(program: &Program) -> std::result::Result<Sharding, IssueProblem> 
     Ok(mesh.replicated().with_memory_kind(MemoryKind::Host))
 }
 
-/// Hashes all outputs of a call to 128 bits.
+/// The kernel that hashes all outputs of a call to 128 bits.
 struct HashOutputs;
 
 impl Kernel for HashOutputs {

@@ -17,10 +17,10 @@ use super::{PlannedLoss, ProcessThread, Simulation, SimulationReport};
 use crate::error::{Error, Result};
 use crate::exec::Runtime;
 
-/// The system's ids of simulated processes begin here. No real process has such an id.
+/// First system id that simulated processes get. No real process has such a high id.
 const FIRST_PID: u32 = 1 << 31;
 
-/// A simulated process's part in a job over its epochs.
+/// A simulated process and its part in a job over several epochs.
 pub(crate) struct SimulatedJob<'a> {
     simulation: &'a Simulation,
     parts: &'a SimulatedParts,
@@ -34,17 +34,18 @@ pub(crate) struct SimulatedJob<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LaterProcess {
     after: Duration,
-    /// True if it may make the job larger than it was at first.
+    /// True if the process may make the job larger than at its start.
     is_added: bool,
 }
 
-/// The thread of a process over the epochs of its job. Returns true if it had a place at the end.
+/// The function that a simulated process runs over the epochs of its job. Returns true if the
+/// process had a place at the end.
 pub(crate) type EpochsOfProcess<'a> =
     Box<dyn FnOnce(&mut SimulatedJob<'_>) -> Result<bool> + Send + 'a>;
 
 impl Simulation {
     /// Adds a process that starts at this time after the start of the job, and waits for the place
-    /// of one that is lost. Its number for faults is the next one beyond those of all others. For
+    /// of a lost process. For faults, it has the next free process number. Only for
     /// [`run_recovering`](Self::run_recovering).
     pub fn spare_after(mut self, after: Duration) -> Self {
         self.later_processes.push(LaterProcess {
@@ -54,9 +55,9 @@ impl Simulation {
         self
     }
 
-    /// Adds a process at this time after the start of the job, as `mpmd run --add` does: a job that
-    /// [shrinks](Self::shrink) may grow by it. Its number for faults is the next one beyond those
-    /// of all others. For [`run_recovering`](Self::run_recovering).
+    /// Adds a process at this time after the start of the job, as `mpmd run --add` does. A job that
+    /// [shrinks](Self::shrink) may then grow by one. For faults, the process has the next free
+    /// number. Only for [`run_recovering`](Self::run_recovering).
     pub fn add_after(mut self, after: Duration) -> Self {
         self.later_processes.push(LaterProcess {
             after,
@@ -65,8 +66,8 @@ impl Simulation {
         self
     }
 
-    /// Lets the job [shrink](crate::OnLoss::Shrink), and grow, with the devices of the start. For
-    /// [`run_recovering`](Self::run_recovering).
+    /// Lets the job [shrink](crate::OnLoss::Shrink) and grow, while its devices stay those of the
+    /// start. Only for [`run_recovering`](Self::run_recovering).
     ///
     /// # Panics
     ///
@@ -75,9 +76,9 @@ impl Simulation {
         self.shrink_by(None)
     }
 
-    /// Lets the job [shrink](crate::OnLoss::Shrink) to the numbers of processes that
-    /// [`layout`](crate::RecoveringBuilder::layout) allows, and grow. For
-    /// [`run_recovering`](Self::run_recovering).
+    /// Lets the job [shrink](crate::OnLoss::Shrink) and grow, to the numbers of processes that
+    /// `layout` allows, as [`RecoveringBuilder::layout`](crate::RecoveringBuilder::layout) does.
+    /// Only for [`run_recovering`](Self::run_recovering).
     ///
     /// # Panics
     ///
@@ -103,12 +104,12 @@ impl Simulation {
         self
     }
 
-    /// Number of processes, with the spares.
+    /// Number of processes, including spares and processes that start later.
     pub(crate) fn processes_and_spares(&self) -> usize {
         self.processes + self.later_processes.len()
     }
 
-    /// Runs each process on a thread, in a world of simulated time.
+    /// Runs each process on its own thread, in simulated time.
     ///
     /// # Panics
     ///
@@ -174,8 +175,8 @@ impl Simulation {
     }
 }
 
-/// Panics if a job has ended without a value and without an error: no process has a value, none
-/// that lived has an error, and one has left after all others were lost.
+/// Panics if a job has ended with neither a value nor an error. Then no process has a value, no
+/// surviving process has an error, and one has left after all others were lost.
 fn assert_value_or_error(results: &[Result<bool>], parts: &SimulatedParts) {
     let ends = || {
         results
@@ -214,12 +215,12 @@ impl SimulatedJob<'_> {
         !self.simulation.builder.sizes.is_empty()
     }
 
-    /// Joins the next epoch of the job, in which this process is `returning` unless it is its
-    /// first. Blocks as a real process does.
+    /// Joins the next epoch of the job. `returning` is this process's state from the epoch before;
+    /// `None` in its first. Blocks like a real process.
     ///
     /// # Errors
     ///
-    /// If this process was killed. The errors of a real process.
+    /// If this process was killed. Also the errors that a real process gets.
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<EpochStart> {
         let process = returning
             .as_ref()

@@ -12,7 +12,7 @@ use super::super::Program;
 use super::life::{EpochNetwork, ProcessLife};
 use crate::exec::Runtime;
 
-/// A fault at a time after the start of the job.
+/// A fault that is injected at a time after the start of the job.
 #[derive(Clone, Debug)]
 pub(super) struct TimedFault {
     pub(super) after: Duration,
@@ -37,7 +37,7 @@ impl SimulatedFault {
     }
 }
 
-/// Tells when a job is over.
+/// A flag that is set when a job is over, and that threads can wait for.
 #[derive(Clone, Default)]
 pub(super) struct JobOver(Arc<(Mutex<bool>, Condvar)>);
 
@@ -47,7 +47,7 @@ impl JobOver {
         self.0.1.notify_all();
     }
 
-    /// Calls `then` after this time, unless the job is over before.
+    /// Calls `then` after `time`, unless the job is over by then.
     pub(super) fn unless_within(&self, time: Duration, then: impl FnOnce()) {
         let until = after(now(), time);
         let mut is_over = self.0.0.lock();
@@ -60,13 +60,14 @@ impl JobOver {
     }
 }
 
-/// The parts of a job that must be gone at its end.
+/// The parts of a simulated job that must no longer exist at its end.
 pub(super) struct SimulatedParts {
     pub(super) network: EpochNetwork,
-    /// By process, counting spares and those that start later.
+    /// The life of each process, indexed by process; includes spares and processes that start
+    /// later.
     pub(super) lives: Vec<Arc<ProcessLife>>,
     processes: Mutex<Vec<ProcessParts>>,
-    /// Things that processes which ended in order have left in their routers.
+    /// Descriptions of messages that were still in the routers of processes which ended in order.
     left_in_routers: Mutex<Vec<String>>,
 }
 
@@ -76,14 +77,14 @@ struct ProcessParts {
     pools: Vec<NamedPool>,
 }
 
-/// A pool of a process, with its name for messages.
+/// A memory pool of a process, with its name for messages.
 struct NamedPool {
     name: String,
     pool: Pool,
 }
 
 impl SimulatedParts {
-    /// Returns the parts of a job with these places, which `processes` processes fill in turn.
+    /// Creates the record of a job on `network` with `processes` processes, including spares.
     pub(super) fn new(network: EpochNetwork, processes: usize) -> Self {
         let lives = (0..processes).map(|_| Arc::default()).collect();
         Self {
@@ -118,7 +119,7 @@ impl SimulatedParts {
         self.processes.lock().push(process);
     }
 
-    /// Counts the messages that a process which has ended in order leaves in its router.
+    /// Records the number of messages left in the router of a process that has ended in order.
     pub(super) fn ended(&self, runtime: &Runtime) {
         let kept = runtime.router.lock().kept();
         if kept > 0 {
@@ -129,8 +130,8 @@ impl SimulatedParts {
         }
     }
 
-    /// Describes the things left of the job, a line for each. Call it when all threads of the
-    /// job have ended.
+    /// Describes everything left of the job, one line each. Call it when all threads of the job
+    /// have ended.
     pub(super) fn left(self) -> Vec<String> {
         let mut left = self.left_in_routers.into_inner();
         for ProcessParts { me, runtime, pools } in self.processes.into_inner() {

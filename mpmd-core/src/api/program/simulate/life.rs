@@ -14,7 +14,7 @@ use mpmd_transport::inproc::{Fabric, FabricFaults};
 use crate::error::{Error, Result};
 use crate::exec::Runtime;
 
-/// The transports of a job: one for each epoch. Clones are the same network.
+/// The simulated transports of a job, one for each epoch. Clones share the network.
 #[derive(Clone)]
 pub(super) struct EpochNetwork {
     faults: FabricFaults,
@@ -43,7 +43,7 @@ impl EpochNetwork {
         self.fabrics.lock().entry(epoch).or_insert_with(new).clone()
     }
 
-    /// Holds back messages between two processes in the newest epoch.
+    /// Holds back messages from one process to another for `time`, in the newest epoch.
     pub(super) fn hold(&self, from: ProcessId, to: ProcessId, time: Duration) {
         let newest = self.fabrics.lock().values().next_back().cloned();
         newest.iter().for_each(|fabric| fabric.hold(from, to, time));
@@ -54,19 +54,19 @@ impl EpochNetwork {
     }
 }
 
-/// The life of a simulated process, over the epochs of its job.
+/// The state of a simulated process over the epochs of its job: running, killed or ended.
 #[derive(Default)]
 pub(super) struct ProcessLife(Mutex<LifeState>);
 
 #[derive(Default)]
 struct LifeState {
     is_dead: bool,
-    /// The time at which it was killed, if that was before its end.
+    /// The time at which the process was killed; `None` if it ended by itself or still runs.
     killed: Option<Instant>,
-    /// The time at which its thread has ended.
+    /// The time at which the process's thread ended; `None` before.
     ended: Option<Instant>,
     rendezvous: Option<RendezvousLink>,
-    /// Its place in the running epoch.
+    /// The process's place in the network of the current epoch.
     place: Option<FabricPlace>,
     runtime: Weak<Runtime>,
 }
@@ -77,22 +77,22 @@ struct RendezvousLink {
     link: LocalLink,
 }
 
-/// The place of a simulated process in the network of an epoch.
+/// A simulated process's number in the network of an epoch, with that network.
 struct FabricPlace {
     fabric: Fabric,
     process: ProcessId,
 }
 
-/// The times of the two ends of a simulated process.
+/// The times at which a simulated process was killed and at which its thread ended.
 pub(super) struct LifeTimes {
-    /// The time at which it was killed, if that was before its end.
+    /// The time at which the process was killed; `None` if it ended by itself or still runs.
     pub(super) killed: Option<Instant>,
-    /// The time at which its thread has ended.
+    /// The time at which the process's thread ended; `None` before.
     pub(super) ended: Option<Instant>,
 }
 
 impl ProcessLife {
-    /// Notes the connection to the rendezvous.
+    /// Records the process's connection to the rendezvous.
     ///
     /// # Errors
     ///
@@ -113,7 +113,7 @@ impl ProcessLife {
         }
     }
 
-    /// Returns the transport of a place.
+    /// Gives the process place `place` in the network of an epoch, and returns its transport.
     ///
     /// # Errors
     ///
@@ -135,7 +135,7 @@ impl ProcessLife {
         }
     }
 
-    /// Notes the runtime in the place that was taken.
+    /// Records the runtime of the process in the current epoch.
     pub(super) fn runs(&self, runtime: &Arc<Runtime>) {
         let mut state = self.0.lock();
         state.runtime = Arc::downgrade(runtime);
@@ -145,12 +145,12 @@ impl ProcessLife {
         }
     }
 
-    /// Notes that the process has come to its end.
+    /// Records that the process has ended.
     pub(super) fn ends(&self) {
         self.0.lock().ended = Some(now());
     }
 
-    /// Returns the times at which the process was killed and has ended, if it was and has.
+    /// Returns the times at which the process was killed and its thread ended.
     pub(super) fn times(&self) -> LifeTimes {
         let state = self.0.lock();
         LifeTimes {
@@ -159,7 +159,7 @@ impl ProcessLife {
         }
     }
 
-    /// Kills the process: its operations fail, and the others hear nothing more from it.
+    /// Kills the process: its operations fail, and the others receive no more messages from it.
     pub(super) fn kill(&self) {
         let mut state = self.0.lock();
         state.is_dead = true;
@@ -183,12 +183,12 @@ impl ProcessLife {
     }
 }
 
-/// The error of a process that was killed.
+/// Returns the error of a process that was killed.
 fn killed() -> Error {
     Error::Environment("this process was killed in simulation".to_owned())
 }
 
-/// Fails the operations of a process that was killed.
+/// Fails all operations of a process that was killed.
 fn vanish(runtime: &Arc<Runtime>) {
     let me = runtime.me;
     let op = runtime.router.lock().count();

@@ -20,11 +20,11 @@ use super::{Builder, Program};
 use crate::error::Result;
 
 /// Runs a program as `processes` processes inside this one, over `devices` devices, in simulated
-/// time. Returns the result of each process, by process.
+/// time. Returns the result of each process, indexed by process.
 ///
-/// Each process is a thread with its own runtime. [`Program::finish`] is called for it. `seed`
-/// decides the order of all events, see [`Simulation::seed`]: the same seed gives the same run. A
-/// panic of the program continues in the caller.
+/// Each process is a thread with its own runtime. [`Program::finish`] is called after the program
+/// has returned. `seed` decides the order of all events, see [`Simulation::seed`]: the same seed
+/// gives the same run. A panic of the program continues in the caller.
 ///
 /// ```
 /// use mpmd_core::prelude::*;
@@ -57,13 +57,13 @@ pub struct Simulation {
     builder: Builder,
     delays: FabricFaults,
     lost: Vec<PlannedLoss>,
-    /// The processes beyond those of the job.
+    /// The spares and added processes that start after the job.
     later_processes: Vec<LaterProcess>,
     timed_faults: Vec<TimedFault>,
     world: Option<WorldSettings>,
 }
 
-/// The loss of a process when it issues an operation of an epoch.
+/// A planned loss of a process: the operation and epoch at which it disappears.
 #[derive(Clone, Copy, Debug)]
 struct PlannedLoss {
     process: ProcessId,
@@ -77,20 +77,20 @@ struct PlannedLoss {
 pub struct SimulationReport {
     /// Simulated time of the run.
     pub time: Duration,
-    /// Number of changes from one thread to another.
+    /// Number of switches from one thread to another.
     pub switches: u64,
-    /// A hash of all events and their times: equal for equal runs.
+    /// A hash of all events and their times, equal for equal runs.
     pub history: u64,
-    /// A line for each event, if [asked for](Simulation::log).
+    /// A line for each event, if [`Simulation::log`] was called.
     pub log: String,
-    /// Things that the job should not have left behind: memory in use, messages under way, a
-    /// runtime. A line for each, without those that the results of the program hold.
+    /// Descriptions, one line each, of things that the job should not have left behind: memory in
+    /// use, messages under way, a runtime. Things that the program's results hold are not listed.
     pub left: Vec<String>,
 }
 
 impl SimulationReport {
-    /// Returns the report of a job. All its threads must have ended, so that nothing is about to be
-    /// dropped.
+    /// Creates the report of a job. All threads of the job must have ended, so that none is about
+    /// to drop something.
     fn of(report: WorldReport, parts: SimulatedParts) -> Self {
         let WorldReport {
             time,
@@ -108,13 +108,13 @@ impl SimulationReport {
     }
 }
 
-/// The program of one process, which keeps its value elsewhere.
+/// The program of one process as a closure, which stores the program's value itself.
 type ProgramOfProcess<'a> = Box<dyn FnOnce(&mut Program) -> Result<()> + Send + 'a>;
 
-/// The thread of a process.
+/// The function that the thread of a process runs.
 type ProcessThread<'a, T> = Box<dyn FnOnce() -> T + Send + 'a>;
 
-/// The simulated time after which a seeded run counts as hung.
+/// The simulated time after which a seeded run is considered to hang.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 impl Simulation {
@@ -133,8 +133,8 @@ impl Simulation {
         }
     }
 
-    /// Delays each message by a time from 0 to `longest`, chosen by `seed`. Messages then overtake
-    /// each other.
+    /// Delays each message by a time from 0 to `longest`, chosen by `seed`. Messages may then
+    /// overtake each other.
     pub fn delays(mut self, seed: u64, longest: Duration) -> Self {
         self.delays.seed = seed;
         self.delays.delay = Some(Duration::ZERO..=longest);
@@ -142,14 +142,14 @@ impl Simulation {
     }
 
     /// Enables zero-copy transfers between processes with the same group number, like processes of
-    /// a host that share memory. A receiver then uses an array in the sender's memory. `groups` is
-    /// indexed by process; processes beyond its end always copy. By default all processes copy.
+    /// a host that share memory. A receiver then uses the array in the sender's memory. `groups` is
+    /// indexed by process. Processes without an entry always copy. By default all processes copy.
     pub fn zero_copy(mut self, groups: &[usize]) -> Self {
         self.delays.hosts = groups.to_vec();
         self
     }
 
-    /// Changes the settings of the programs. The number of devices stays that of the simulation.
+    /// Changes the settings of the program. Its number of devices stays that of the simulation.
     pub fn settings(mut self, settings: impl FnOnce(Builder) -> Builder) -> Self {
         let devices = self.builder.devices;
         self.builder = settings(self.builder);
@@ -169,14 +169,14 @@ impl Simulation {
         self.add_fault(after, SimulatedFault::Lose(process))
     }
 
-    /// Injects a fault: process `process` stops for `time`, at a time after the start of the job,
-    /// and then goes on. Does nothing without a [seed](Simulation::seed).
+    /// Injects a fault: process `process` stops for `time`, beginning `after` the start of the job,
+    /// and then continues. Does nothing without a [seed](Simulation::seed).
     pub fn stop_after(self, process: ProcessId, after: Duration, time: Duration) -> Self {
         self.add_fault(after, SimulatedFault::Stop(process, time))
     }
 
-    /// Injects a fault: for `time`, from a time after the start of the job, the messages from one
-    /// process to another are held back. Then they arrive.
+    /// Injects a fault: messages from one process to another are held back for `time`, beginning at
+    /// a time after the start of the job. Then they arrive.
     pub fn hold_after(
         self,
         from: ProcessId,
@@ -192,13 +192,14 @@ impl Simulation {
         self
     }
 
-    /// Fixes the order of all events by a seed: the thread that runs after each lock, wait, wake-up
-    /// and channel operation, the arrival of each message within 2 ms, and the end of each time
-    /// limit. Time is simulated: an hour of waiting takes no time. The same seed gives the same
-    /// run.
+    /// Fixes the order of all events by a seed. The seed chooses the thread that runs after each
+    /// lock, wait, wake-up and channel operation. It also chooses the arrival of each message
+    /// within 2 ms, and the end of each time limit. Time is simulated: an hour of waiting takes no
+    /// time. The same seed gives the same run.
     ///
-    /// The program may block on arrays, locks and channels of this library only: one thread of the
-    /// job runs at a time. A run that hangs exits the process with code 101 and says why.
+    /// The program may block only on arrays, locks and channels of this library, because only one
+    /// thread of the job runs at a time. A run that hangs exits the process with code 101 and
+    /// prints the reason.
     pub fn seed(mut self, seed: u64) -> Self {
         self.world = Some(WorldSettings {
             seed,
@@ -208,7 +209,7 @@ impl Simulation {
         self.delays(seed, Duration::from_millis(2))
     }
 
-    /// Keeps a log of all events of a [seeded](Simulation::seed) run, for its report.
+    /// Adds a log of all events to the report of a [seeded](Simulation::seed) run.
     pub fn log(mut self) -> Self {
         if let Some(world) = &mut self.world {
             world.log = true;
@@ -217,7 +218,7 @@ impl Simulation {
     }
 
     /// Runs the program on every process and blocks until all have ended. Returns the result of
-    /// each, by process. A panic of the program continues in the caller.
+    /// each process, indexed by process. A panic of the program continues in the caller.
     pub fn run<T: Send>(
         &self,
         program: impl Fn(&mut Program) -> Result<T> + Sync,
@@ -229,7 +230,7 @@ impl Simulation {
         self.values(&program, run).0
     }
 
-    /// Same as [`run`](Self::run), with a report.
+    /// Runs the program as [`run`](Self::run) does, and also returns a report.
     ///
     /// # Panics
     ///
@@ -245,8 +246,8 @@ impl Simulation {
         self.values(&program, |programs| self.run_in(world, programs))
     }
 
-    /// Runs the program of each process by `run`, and returns its values and the rest of what `run`
-    /// returns. Only this function is compiled for each program.
+    /// Calls `run` with the program of each process. Returns the values of the programs, and the
+    /// other results of `run`. Only this function is compiled for each program.
     fn values<T: Send, R>(
         &self,
         program: &(impl Fn(&mut Program) -> Result<T> + Sync),
@@ -318,8 +319,8 @@ impl Simulation {
         (results, parts)
     }
 
-    /// Runs the threads of the processes, and injects the faults that come at a time. Returns the
-    /// values of the threads.
+    /// Runs the threads of the processes, and injects the timed faults. Returns the values of the
+    /// threads.
     fn run_threads<T: Send>(
         &self,
         threads: Vec<ProcessThread<'_, T>>,
@@ -348,7 +349,7 @@ impl Simulation {
         })
     }
 
-    /// Kills a process at an operation of the epoch of `p`, if a loss is planned there.
+    /// Makes a process die at an operation of `p`'s epoch, if a loss is planned for it.
     fn plan_loss(&self, p: &mut Program, process: ProcessId, life: &Arc<ProcessLife>) {
         let epoch = p.epoch();
         let planned = self
