@@ -22,20 +22,20 @@ use crate::transport::Ticket;
 use mpmd_memory::{DeviceSharing, Leaving, Retired, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// A process's state for device memory.
+/// The state of a process's transport that only device memory needs.
 pub(super) struct DeviceLoans {
     pub(super) sharing: OnceLock<Arc<dyn DeviceSharing>>,
-    /// True, by process, once the process has provably exited.
+    /// True for each process that has provably exited, by process.
     pub(super) gone: Arc<[AtomicBool]>,
-    /// Messages that cannot be sent yet.
+    /// Messages with device payloads that cannot be sent yet.
     pub(super) held: Mutex<Vec<HeldMessage>>,
-    /// Freed segments that others still have open.
+    /// Memory of freed device segments that other processes still have open.
     partings: Mutex<Vec<FreedMemory>>,
     pub(super) reaper: Arc<Reaper>,
 }
 
-/// A message that is held back. The work that writes its payload is not over, or the owner of
-/// re-lent bytes could not be told yet.
+/// A message that is not sent yet. The device work that writes its payload has not finished, or the
+/// owner of borrowed memory could not yet be told that the memory is lent on.
 pub(super) struct HeldMessage {
     pub(super) to: ProcessId,
     pub(super) header: Header,
@@ -43,7 +43,7 @@ pub(super) struct HeldMessage {
     pub(super) ticket: Ticket,
 }
 
-/// Freed memory that some processes still have open.
+/// Device memory that this process has freed and that some processes still have open.
 struct FreedMemory {
     number: u32,
     /// The memory; `None` once it is taken out to be freed.
@@ -64,7 +64,7 @@ impl DeviceLoans {
         }
     }
 
-    /// Records that a process has provably exited: the memory of its devices is lost.
+    /// Records that a process has provably exited. The memory of its devices is lost.
     pub(super) fn note_exit(&self, process: ProcessId) {
         self.gone[process.index()].store(true, Ordering::Release);
     }
@@ -74,7 +74,7 @@ impl DeviceLoans {
         self.held.lock().is_empty()
     }
 
-    /// Drops the messages that are held back and returns their tickets: they will never be sent.
+    /// Drops all held messages, which will never be sent, and returns their tickets.
     pub(super) fn take_tickets(&self) -> Vec<Ticket> {
         let held = std::mem::take(&mut *self.held.lock());
         held.into_iter().map(|held| held.ticket).collect()
@@ -92,7 +92,7 @@ impl DeviceLoans {
         }
     }
 
-    /// Records that a process has closed segments that it was given.
+    /// Records that `process` has closed the segments `numbers`, which belong to this process.
     pub(super) fn note_closed(&self, process: usize, numbers: &[u32]) {
         let mut partings = self.partings.lock();
         for parting in partings.iter_mut() {
