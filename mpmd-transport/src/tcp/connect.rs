@@ -41,7 +41,7 @@ const MOST_STRANGERS: usize = 256;
 /// Limit on the connections that wait to be accepted; the system may impose a lower one. The system
 /// drops further attempts, which are repeated only after a second or more.
 const BACKLOG: i32 = 4096;
-/// Pause after the first failed attempt to connect to a peer. `LONGEST_RETRY` is the longest pause.
+/// Pause after the first failed attempt to connect to a peer. `LAST_RETRY` is the longest pause.
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 const LAST_RETRY: Duration = Duration::from_millis(500);
 
