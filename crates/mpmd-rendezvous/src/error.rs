@@ -11,15 +11,15 @@ use mpmd_proto::wire::ProcessId;
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum RendezvousError {
-    /// The server's address is taken, or is not an address of this host. The environment's fault.
+    /// The server's address is in use, or is not an address of this host. The environment's fault.
     #[error("the rendezvous service cannot listen at {address}: {why}")]
     Bind {
-        /// The address asked for.
+        /// The address that the server should listen at.
         address: String,
         /// The system's error.
         why: String,
     },
-    /// The server's address does not answer. The environment's fault.
+    /// The server does not accept connections at its address. The environment's fault.
     #[error(
         "the rendezvous service at {server} could not be reached within {peer_timeout:?}: {why}"
     )]
@@ -31,7 +31,7 @@ pub enum RendezvousError {
         /// The error of the last attempt.
         why: String,
     },
-    /// The server does not know the token of this process, or closed the connection unanswered.
+    /// The server does not know this process's token, or closed the connection without an answer.
     /// Most likely the caller's fault.
     #[error("no rendezvous of this job answers at {server}: the job token is probably wrong")]
     Token {
@@ -44,7 +44,7 @@ pub enum RendezvousError {
         /// The address, as `host:port`.
         server: String,
     },
-    /// The server is of another build. The caller's fault.
+    /// The server comes from another build. The caller's fault.
     #[error(
         "the rendezvous service at {server} speaks version {theirs}, this process speaks {ours}; \
          run the same build on every process"
@@ -57,8 +57,8 @@ pub enum RendezvousError {
         /// The protocol version of this process.
         ours: u16,
     },
-    /// Some processes of the job did not join in time. All that did join get this error. A peer's
-    /// fault.
+    /// Some processes of the job did not join in time. All processes that have joined get this
+    /// error. A peer's fault.
     #[error("{} not joined after {peer_timeout:?}", have(missing, *processes))]
     Missing {
         /// The missing processes, ascending.
@@ -68,14 +68,14 @@ pub enum RendezvousError {
         /// The time that the processes that joined have waited.
         peer_timeout: Duration,
     },
-    /// Another living process has this number and keeps it. The caller's fault.
+    /// Another living process has joined with the same number and keeps it. The caller's fault.
     #[error("process {process} is already in the job: it runs on host {host} with pid {pid}")]
     Duplicate {
-        /// The process number that both have.
+        /// The process number of both.
         process: ProcessId,
-        /// The holder's host.
+        /// The host of the process that joined first.
         host: String,
-        /// The holder's process id in its operating system.
+        /// The operating system's id of the process that joined first.
         pid: u32,
     },
     /// This process and the server disagree on the size of the job. The caller's fault.
@@ -90,7 +90,7 @@ pub enum RendezvousError {
         /// The number of processes that the server was started with.
         job: usize,
     },
-    /// The number is not one of the job's. The caller's fault.
+    /// The process's number is not one of the job's. The caller's fault.
     #[error("there is no process {process} in a job of {processes}: they count from 0")]
     NoSuchProcess {
         /// The process number that is too large.
@@ -98,7 +98,7 @@ pub enum RendezvousError {
         /// Number of processes in the job.
         processes: usize,
     },
-    /// The job is complete: no process can join any more. The caller's fault.
+    /// All processes have joined the job, and no other process can. The caller's fault.
     #[error(
         "process {process} has joined and left this job of {processes} before: a process joins \
          once, so a program has a single `Program::run` (or `from_env`) for all its work; or it \
@@ -110,8 +110,8 @@ pub enum RendezvousError {
         /// Number of processes in the job.
         processes: usize,
     },
-    /// A process that was in another run of the job, with the same token, wants to return to this
-    /// one. Its arrays and commits are not of this run. The environment's fault.
+    /// A process of another run of the job, with the same token, tries to return to this run. Its
+    /// arrays and commits do not belong to this run. The environment's fault.
     #[error(
         "process {process} was in another run of this job, and cannot go on in this one: its \
          rendezvous service was started anew; end all processes and start the job again"
@@ -141,7 +141,7 @@ pub enum RendezvousError {
         /// The program fingerprint of `other`.
         other_program: String,
     },
-    /// Two processes have other options or other files. All processes get this error, unless the
+    /// Two processes have different options or files. All processes get this error, unless the
     /// later one only waits for a place. The caller's fault.
     #[error(
         "process {process} on host {host} differs from process {other} on host {other_host}: {}. \
@@ -161,7 +161,7 @@ pub enum RendezvousError {
         /// The facts that differ, with the values of `process` first.
         facts: Vec<Difference>,
     },
-    /// The files of a process that waited have changed meanwhile. The environment's fault.
+    /// The files of a process have changed while it waited for a place. The environment's fault.
     #[error(
         "this process waited for a place in the job, and takes none, since its files have changed \
          meanwhile: {}. Put the old ones back, or start the job again",
@@ -171,16 +171,17 @@ pub enum RendezvousError {
         /// The facts that have changed, with the earlier values first.
         facts: Vec<Difference>,
     },
-    /// No process takes the place of a lost one, and one that could have was refused. The
+    /// No process takes the place of a lost one; a process that could have was refused. The
     /// environment's fault.
     #[error("{missing}. A process that came was refused: {refused}")]
     NoReplacement {
         /// The error that names the missing processes.
         missing: String,
-        /// The reason of the refusal.
+        /// The reason of the refusal, as text.
         refused: String,
     },
-    /// A request that only a joined process may make, or a second join. The caller's fault.
+    /// A request that is only allowed after joining, or a second request to join. The caller's
+    /// fault.
     #[error("{what} is possible only {when}")]
     OutOfTurn {
         /// The request, in words.
@@ -191,9 +192,9 @@ pub enum RendezvousError {
     /// No process set the value in time. A peer's fault.
     #[error("no process has set {key:?} after {peer_timeout:?}")]
     Unset {
-        /// The key that was asked for.
+        /// The key of the value.
         key: String,
-        /// The time waited.
+        /// The time that the request has waited.
         peer_timeout: Duration,
     },
     /// Some processes did not reach the barrier in time. A peer's fault.
@@ -208,8 +209,8 @@ pub enum RendezvousError {
         /// The time that the arrived processes have waited.
         peer_timeout: Duration,
     },
-    /// The service has given this process up, and may have given its place to another. This
-    /// process's fault, or its machine's.
+    /// The service has given this process up, and may have given its place to another process. The
+    /// fault of this process or its machine.
     #[error("the rendezvous service at {server} has given this process up: {why}")]
     GivenUp {
         /// The service's address.
@@ -217,7 +218,7 @@ pub enum RendezvousError {
         /// The reason, in words.
         why: String,
     },
-    /// All processes of a job are lost, so there is nothing that a spare could go on from. The
+    /// All processes of the job are lost, so a spare has no state to continue from. The
     /// environment's fault.
     #[error("all {processes} processes of the job are lost")]
     AllLost {
@@ -244,10 +245,11 @@ pub enum RendezvousError {
         /// The reason, in words.
         why: String,
     },
-    /// A key, a value, a name or a description of a process is too long. The caller's fault.
+    /// A key, a value, a name, or the [`JobMember`](super::JobMember) of a process is too long. The
+    /// caller's fault.
     #[error("{what} has {bytes} bytes; at most {limit} are allowed")]
     TooLong {
-        /// The name of the text or value that is too long.
+        /// The kind of text or value that is too long.
         what: String,
         /// The actual length in bytes.
         bytes: usize,
@@ -262,8 +264,8 @@ pub enum RendezvousError {
         /// The connection's error, in words.
         why: String,
     },
-    /// The service is gone, and this process does not go on with it: the others may have ended the
-    /// job without this process. The environment's fault.
+    /// The service is gone. This process does not take it over, because the others may have ended
+    /// the job without it. The environment's fault.
     #[error(
         "the rendezvous service of this job at {server} is gone, and this process does not go on \
          without the others, since {why}: they may have ended the job. See what they say and have \
@@ -275,13 +277,13 @@ pub enum RendezvousError {
         /// The reason, in words.
         why: String,
     },
-    /// This process has left the job. The caller's fault.
+    /// This process has already left the job. The caller's fault.
     #[error("this process has left the job")]
     Left,
-    /// The server stopped, in its own process, before the job was complete. The caller's fault.
+    /// The server's owner stopped the server before all processes had joined. The caller's fault.
     #[error("the rendezvous service was stopped")]
     Stopped,
-    /// This process could not do its part. The environment's fault.
+    /// An operation of this process failed because of its environment.
     #[error("{doing} failed: {why}")]
     Environment {
         /// The failed operation.
@@ -291,7 +293,7 @@ pub enum RendezvousError {
     },
 }
 
-/// Formats missing processes as "processes 2 and 5 of 8 have". Long lists are cut.
+/// Formats missing processes as "processes 2 and 5 of 8 have". Shortens long lists.
 fn have(missing: &[ProcessId], of: usize) -> String {
     const SHOWN: usize = 16;
     let mut names: Vec<String> = missing

@@ -30,8 +30,7 @@ const SYSV: UcxSetting = UcxSetting {
     value: "y",
     variables: &["UCX_SYSV_ERROR_HANDLING"],
 };
-/// The same as [`POSIX`] for UCX before 1.17, where both shared memory transports share one name
-/// for this setting.
+/// The same as [`POSIX`] and [`SYSV`] for UCX before 1.17, where both transports share one setting.
 const SHARED_MEMORY: UcxSetting = UcxSetting {
     key: "MM_ERROR_HANDLING",
     value: "y",
