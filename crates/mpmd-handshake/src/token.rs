@@ -9,8 +9,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use sha2::Sha256;
 use subtle::ConstantTimeEq;
 
-/// A job's secret, which tells its processes from strangers. Its `Debug` output does not show the
-/// secret.
+/// A job's secret, by which its processes recognise each other. The `Debug` output does not show
+/// the secret.
 #[derive(Clone)]
 pub struct Token([u8; 32]);
 
@@ -34,8 +34,8 @@ impl Token {
     /// Derives a token from a text that every process of a job knows, such as a cluster's job
     /// number.
     ///
-    /// It keeps apart two jobs that meet at one address by accident. It does not keep out an
-    /// attacker that can guess `known`. For that, give all processes one [random](Self::random)
+    /// The token keeps two jobs apart that use one address by accident. It does not keep out an
+    /// attacker who can guess `known`. For that, give all processes one [random](Self::random)
     /// token, or a [secret](Self::of_secret).
     pub fn derived(known: &str) -> Self {
         Self::of_secret(b"", known)
@@ -50,8 +50,7 @@ impl Token {
         Self(hmac(secret, &[known.as_bytes()]))
     }
 
-    /// Returns the token as 64 hexadecimal digits, which [`str::parse`] reads. This is the secret
-    /// itself.
+    /// Returns the secret token as 64 hexadecimal digits, which [`str::parse`] reads.
     pub fn to_hex(&self) -> String {
         self.0
             .iter()
@@ -62,7 +61,7 @@ impl Token {
             })
     }
 
-    /// Returns the token's bytes, for the configurations of transports. This is the secret itself.
+    /// Returns the bytes of the secret token, for the configurations of transports.
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
@@ -84,12 +83,12 @@ fn hmac(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
         .into()
 }
 
-/// Returns true if two secrets are equal, in a time that does not depend on the differing bytes.
+/// Compares two secrets in a time that does not depend on which bytes differ.
 pub fn are_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
     one.ct_eq(other).into()
 }
 
-/// Returns random numbers of the operating system. Needs no file descriptor.
+/// Returns random bytes from the operating system. Needs no file descriptor.
 pub fn random_bytes() -> io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
     // Linux gives up to 256 bytes at once, even if a signal comes.

@@ -6,8 +6,8 @@
 struct UcxSetting {
     key: &'static str,
     value: &'static str,
-    /// The environment variables by which a user may make this setting. If one is set, it stays as
-    /// it is.
+    /// The environment variables by which a user may make this setting. If the user has set one of
+    /// them, this transport does not change the setting.
     variables: &'static [&'static str],
 }
 
