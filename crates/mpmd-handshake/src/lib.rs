@@ -262,7 +262,7 @@ impl Handshake {
         }
     }
 
-    /// Returns the caller's hello. Empty until it is known.
+    /// Returns the caller's hello. An answerer must not call this before the hello has arrived.
     pub fn hello(&self) -> &[u8] {
         &self.said[..self.protocol.hello_bytes()]
     }
