@@ -266,7 +266,7 @@ pub enum TransportError {
     PeerGone {
         /// The peer.
         peer: ProcessId,
-        /// The connection's error.
+        /// The reason for the end of the connection.
         why: String,
     },
     /// The peer sent bytes that are not a valid message. The connection is closed.
@@ -274,13 +274,13 @@ pub enum TransportError {
     Protocol {
         /// The peer.
         peer: ProcessId,
-        /// The fault.
+        /// The fault of the bytes, for messages.
         why: String,
     },
     /// An operation of this process failed because of its environment, such as a lack of sockets.
     #[error("{doing} failed: {why}")]
     Environment {
-        /// The failed operation.
+        /// The operation that failed, for messages.
         doing: String,
         /// The system's error.
         why: String,
@@ -288,9 +288,9 @@ pub enum TransportError {
     /// An event did not happen within the peer timeout.
     #[error("{event} took longer than {peer_timeout:?}")]
     TimedOut {
-        /// The awaited event.
+        /// The event that did not happen, for messages.
         event: String,
-        /// The timeout.
+        /// The peer timeout that was exceeded.
         peer_timeout: Duration,
     },
     /// The transport is not compiled into this program, or does not work on this machine.
@@ -301,7 +301,7 @@ pub enum TransportError {
         /// The reason, with the missing thing and how to get it.
         why: String,
     },
-    /// The transport is shut down.
+    /// The operation was ended because this process's transport was shut down.
     #[error("the transport is shut down")]
     Closed,
 }

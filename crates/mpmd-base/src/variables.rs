@@ -59,7 +59,7 @@ pub const CHECK: &str = "MPMD_CHECK";
 /// operations of a job's processes. The process joins no job and owns no devices. The variable
 /// overrides the variables of any launcher.
 pub const DRY_RUN: &str = "MPMD_DRY_RUN";
-/// The number of processes in the job of the dry run.
+/// The number of processes of the job in the dry run.
 pub const DRY_RUN_PROCESSES: &str = "MPMD_DRY_RUN_PROCESSES";
 /// The process number that the program sees in the dry run. By default it is beyond those of the
 /// job.

@@ -30,8 +30,8 @@ impl Strangers {
         }
     }
 
-    /// Adds a stranger, and aborts the oldest one if there are too many. Must be called before
-    /// `task` runs for the first time.
+    /// Adds the connection of a stranger, which `task` serves. Aborts the oldest task if there are
+    /// too many. Must be called before `task` runs for the first time.
     pub fn add(&self, link: Link, task: AbortHandle) {
         let mut waiting = self.waiting.lock();
         waiting.push_back(WaitingStranger { link, task });

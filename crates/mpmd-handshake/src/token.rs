@@ -15,7 +15,7 @@ use subtle::ConstantTimeEq;
 pub struct Token([u8; 32]);
 
 impl Token {
-    /// Creates a token of these bytes.
+    /// Creates a token from its 32 bytes.
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
@@ -141,18 +141,19 @@ impl fmt::Debug for Token {
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenError {
-    /// The text is not a token: the caller's fault. The error does not show the text.
+    /// The text is not a token. The caller's fault. The error does not show the text, which may be
+    /// a secret.
     #[error(
         "a job token is 64 hexadecimal digits; this is something else, {digits} characters long"
     )]
     Malformed {
-        /// The text's length in bytes, without surrounding spaces.
+        /// The length of the text in bytes, without surrounding spaces.
         digits: usize,
     },
-    /// No random numbers could be read: the operating system's fault.
+    /// The operating system gave no random numbers. Its fault.
     #[error("the operating system gives no random numbers for a job token: {why}")]
     NoRandomness {
-        /// The system's error.
+        /// The system's error, as text.
         why: String,
     },
 }

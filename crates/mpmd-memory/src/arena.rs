@@ -45,7 +45,7 @@ enum ArenaKind {
     Private,
     /// Files in memory, which other processes can map too.
     Shared,
-    /// Memory of a device.
+    /// Memory of a device, from this allocator.
     Device(Arc<dyn DeviceAllocator>),
 }
 

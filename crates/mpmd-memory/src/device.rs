@@ -24,12 +24,12 @@ pub trait DeviceAllocator: Send + Sync {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>>;
 }
 
-/// Memory of a device; freed when dropped.
+/// Memory of a device. Dropping it frees it.
 ///
-/// The caller drops it only when no work of the device uses it any more and no other process has it
+/// It must be dropped only when no work of the device uses it any more and no other process has it
 /// open.
 pub trait DeviceMemory: Any + Send + Sync {
-    /// Returns the device's own address of the memory's first byte. Never 0.
+    /// Returns the address of the memory's first byte on the device. Never 0.
     fn address(&self) -> u64;
 
     /// Returns the memory's length in bytes.
@@ -63,7 +63,7 @@ pub trait DeviceMemory: Any + Send + Sync {
     }
 }
 
-/// Opens memory of other processes' devices, and describes this process's own to them.
+/// Opens memory of other processes' devices, and creates samples of this process's own for them.
 pub trait DeviceSharing: Send + Sync {
     /// Returns the descriptions of sample memory, each at most [`MOST_WORDS`] bytes. Peers try to
     /// open them before memory is lent. The sample memory lives as long as this object.
@@ -135,7 +135,7 @@ impl Fence for Landing {
 pub struct DevicePlace {
     /// Index of the device, as [`DeviceMemory::device`] returns it.
     pub device: u32,
-    /// The device's own address of the first byte.
+    /// The address of the first byte on the device.
     pub address: u64,
     /// The range's length in bytes.
     pub bytes: usize,

@@ -47,9 +47,9 @@ pub trait Fence: Any + Send + Sync {
 pub struct Fences(Vec<Arc<dyn Fence>>);
 
 impl Fences {
-    /// Adds `fence`, unless it is over or a stored fence [covers](Fence::covers) it. Drops stored
-    /// fences that are over or that `fence` covers. [Lost](Fence::is_lost) fences are always added
-    /// and kept: their memory must never be reused.
+    /// Adds `fence`, unless it is passed or a stored fence [covers](Fence::covers) it. Drops stored
+    /// fences that are passed or that `fence` covers. [Lost](Fence::is_lost) fences are always
+    /// added and kept: their memory must never be reused.
     pub fn add(&mut self, fence: Arc<dyn Fence>) {
         self.0
             .retain(|known| known.is_lost() || (!known.is_over() && !fence.covers(&**known)));

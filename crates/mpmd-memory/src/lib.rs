@@ -278,13 +278,13 @@ pub struct SharedBuffer {
 /// The memory of shared buffers, with the fences of device work on it.
 struct WholeMemory {
     memory: BufferMemory,
-    /// Fences of device work that reads the bytes.
+    /// Fences of device work that reads the memory.
     reads: Mutex<Fences>,
-    /// Fences of device work that writes the bytes.
+    /// Fences of device work that writes the memory.
     ready: Fences,
 }
 
-/// The memory of a shared buffer.
+/// The memory of a shared buffer: an owned buffer, or a loan.
 enum BufferMemory {
     Owned(OwnedBuffer),
     Lent(Box<dyn Loan>),
@@ -448,7 +448,7 @@ impl SharedBuffer {
         self.verdict.clone()
     }
 
-    /// Returns true if the bytes are known to be written and valid. Does not wait.
+    /// Returns true if the bytes are written and known to be valid. Does not wait.
     pub fn is_made(&self) -> bool {
         let is_well = |verdict: &Arc<dyn Fence>| verdict.is_over() && verdict.failure().is_none();
         self.ready().are_over()
@@ -630,8 +630,8 @@ impl SharedBuffer {
         matches!(&self.whole.memory, BufferMemory::Lent(loan) if loan.is_far())
     }
 
-    /// Returns the position of the bytes in a segment. `None` if other processes cannot map or open
-    /// that segment.
+    /// Returns the position of the bytes in their segment. `None` if other processes cannot map or
+    /// open that segment.
     pub fn place(&self) -> Option<SegmentPosition> {
         let place = match &self.whole.memory {
             BufferMemory::Owned(buffer) => buffer.place(),

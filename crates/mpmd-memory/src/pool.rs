@@ -52,7 +52,7 @@ struct PoolState {
     largest_shared: usize,
     /// Unused blocks, by size class in bytes.
     free: BTreeMap<usize, Vec<Carved>>,
-    /// The segment that small blocks are carved from.
+    /// The segment from which the next small blocks are carved.
     open: Option<CarvedSegment>,
     stats: PoolStats,
 }
@@ -79,7 +79,7 @@ pub struct PoolStats {
     /// Bytes of buffers in use, and of reservations that are [held](Reservation::hold) for other
     /// memory.
     pub live: u64,
-    /// Bytes in reservations that have no buffer yet.
+    /// Bytes of reservations that have not become a buffer.
     pub reserved: u64,
     /// Bytes of unused blocks that are kept for reuse.
     pub cached: u64,
@@ -276,7 +276,7 @@ impl Pool {
         size_class(bytes).map_or(u64::MAX, |class| class as u64)
     }
 
-    /// Returns true if both are the same pool.
+    /// Returns true if `self` and `other` are the same pool.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
@@ -518,7 +518,7 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Turns the reservation into a buffer.
+    /// Turns the reservation into a buffer of the reserved length.
     ///
     /// # Errors
     ///
@@ -633,7 +633,7 @@ impl Reservation {
         self
     }
 
-    /// Returns the number of bytes requested, before rounding to size classes.
+    /// Returns the number of bytes that were requested, before rounding to size classes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -694,7 +694,7 @@ impl Carved {
 
 /// A carved range that is in use. Dropping it returns the range to its pool.
 pub(super) struct PoolBlock {
-    /// The range; `None` only while the block is dropped.
+    /// The range; `None` only while this is dropped.
     carved: Option<Carved>,
     /// The size class, in bytes, that the pool counts for the block. The range can be larger.
     class: usize,

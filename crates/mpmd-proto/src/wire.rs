@@ -143,7 +143,7 @@ pub struct Header {
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// The bytes do not start with `MPMD`.
+    /// The bytes do not start with the magic `MPMD`.
     #[error("not an mpmd message: starts with {found:02x?} instead of {MAGIC:02x?}")]
     Magic {
         /// The first four bytes.
@@ -161,7 +161,7 @@ pub enum WireError {
     /// The message kind is unknown.
     #[error("unknown message kind {found}")]
     Kind {
-        /// The unknown number.
+        /// The unknown number of the kind.
         found: u16,
     },
     /// A control message announces a payload larger than [`MAX_CONTROL_BYTES`].

@@ -371,7 +371,8 @@ impl Rendezvous {
         self.link.reaches_server(&self.config)
     }
 
-    /// Returns true if the server is certainly gone: no process listens at its address.
+    /// Returns true if the server is certainly gone: its host answers, and no process listens at
+    /// its address.
     pub fn is_server_gone(&self) -> bool {
         is_gone(&self.config.server)
     }

@@ -21,14 +21,15 @@ pub struct Identity {
     pub run: Option<u128>,
 }
 
-/// The server to join, and this process's identity in the job.
+/// The parameters of a [`Rendezvous`](super::Rendezvous): the server, and this process's place in
+/// the job.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
-    /// The server, as `host:port`.
+    /// The server's address, as `host:port`.
     pub server: String,
     /// This process's number in the job. A spare has a number beyond those of the job.
     pub process: ProcessId,
-    /// Number of processes in the job, as far as this process knows.
+    /// Number of processes in the job, as this process was started with. The server compares it.
     pub processes: usize,
     /// The job's secret token.
     pub token: Token,

@@ -103,7 +103,7 @@ pub(super) struct ServerConnection {
 pub(super) enum ServerWire {
     Tcp {
         stream: TcpStream,
-        /// Held while a whole message is written. Closing the connection does not need it.
+        /// Locked while a whole message is written. Closing the connection does not need the lock.
         writing: Mutex<()>,
     },
     /// A channel to a [`LocalServer`](super::LocalServer) of this process.
@@ -341,7 +341,7 @@ impl ServerConnection {
         }
     }
 
-    /// Handles the end of the connection.
+    /// Handles the end of the connection, for the reason `why`.
     fn is_over(&self, why: String) {
         let lost_at = system_time();
         let mut state = self.state.lock();

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::facts::{Difference, on_two, over_time};
 use mpmd_proto::wire::ProcessId;
 
-/// The reason why a rendezvous failed. Some of these travel from the server to its clients.
+/// The reason why a rendezvous failed. The server sends some of these errors to its clients.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum RendezvousError {
@@ -16,7 +16,7 @@ pub enum RendezvousError {
     Bind {
         /// The address that the server should listen at.
         address: String,
-        /// The system's error.
+        /// The system's error, as text.
         why: String,
     },
     /// The server does not accept connections at its address. The environment's fault.
@@ -28,7 +28,7 @@ pub enum RendezvousError {
         server: String,
         /// The peer timeout.
         peer_timeout: Duration,
-        /// The error of the last attempt.
+        /// The error of the last attempt, as text.
         why: String,
     },
     /// The server does not know this process's token, or closed the connection without an answer.
@@ -38,10 +38,11 @@ pub enum RendezvousError {
         /// The server's address, as `host:port`.
         server: String,
     },
-    /// The program that listens there is not a rendezvous server. The caller's fault.
+    /// The program that listens at the server's address is not a rendezvous server. The caller's
+    /// fault.
     #[error("the program that listens at {server} is not a rendezvous service of mpmd")]
     Stranger {
-        /// The address, as `host:port`.
+        /// The address at which that program listens, as `host:port`.
         server: String,
     },
     /// The server comes from another build. The caller's fault.
@@ -65,7 +66,7 @@ pub enum RendezvousError {
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
-        /// The time that the processes that joined have waited.
+        /// The time that the processes that have joined were waiting.
         peer_timeout: Duration,
     },
     /// Another living process has joined with the same number and keeps it. The caller's fault.
@@ -83,7 +84,7 @@ pub enum RendezvousError {
         "process {process} was started for a job of {believes} processes, but this job has {job}"
     )]
     Count {
-        /// The process that asked to join.
+        /// The number of the process that asked to join.
         process: ProcessId,
         /// The number of processes that this process was started with.
         believes: usize,
@@ -105,7 +106,7 @@ pub enum RendezvousError {
          was started again after its end: then the program must recover (`Builder::spares`)"
     )]
     Complete {
-        /// The process that asked to join.
+        /// The number of the process that asked to join.
         process: ProcessId,
         /// Number of processes in the job.
         processes: usize,
@@ -117,7 +118,7 @@ pub enum RendezvousError {
          rendezvous service was started anew; end all processes and start the job again"
     )]
     OtherRun {
-        /// The process that asked to join.
+        /// The number of the process that asked to join.
         process: ProcessId,
     },
     /// Two processes run different programs. All processes get this error. The caller's fault.
@@ -128,13 +129,13 @@ pub enum RendezvousError {
          arguments everywhere"
     )]
     Program {
-        /// The process that joined later.
+        /// The number of the process that joined later.
         process: ProcessId,
         /// The host of `process`.
         host: String,
         /// The program fingerprint of `process`.
         program: String,
-        /// A process that joined before.
+        /// The number of a process that joined before.
         other: ProcessId,
         /// The host of `other`.
         other_host: String,
@@ -150,11 +151,11 @@ pub enum RendezvousError {
         on_two(facts, *process, *other)
     )]
     Differs {
-        /// The process that joined later.
+        /// The number of the process that joined later.
         process: ProcessId,
         /// The host of `process`.
         host: String,
-        /// A process that joined before.
+        /// The number of a process that joined before.
         other: ProcessId,
         /// The host of `other`.
         other_host: String,
@@ -175,7 +176,7 @@ pub enum RendezvousError {
     /// environment's fault.
     #[error("{missing}. A process that came was refused: {refused}")]
     NoReplacement {
-        /// The error that names the missing processes.
+        /// The text of the error that names the missing processes.
         missing: String,
         /// The reason of the refusal, as text.
         refused: String,
@@ -189,7 +190,7 @@ pub enum RendezvousError {
         /// The condition under which the request would be allowed, in words.
         when: String,
     },
-    /// No process set the value in time. A peer's fault.
+    /// No process set the value of a key in time. A peer's fault.
     #[error("no process has set {key:?} after {peer_timeout:?}")]
     Unset {
         /// The key of the value.
@@ -206,16 +207,16 @@ pub enum RendezvousError {
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
-        /// The time that the arrived processes have waited.
+        /// The time that the processes at the barrier were waiting.
         peer_timeout: Duration,
     },
     /// The service has given this process up, and may have given its place to another process. The
     /// fault of this process or its machine.
     #[error("the rendezvous service at {server} has given this process up: {why}")]
     GivenUp {
-        /// The service's address.
+        /// The address of the rendezvous service, as `host:port`.
         server: String,
-        /// The reason, in words.
+        /// The reason why the service has given this process up.
         why: String,
     },
     /// All processes of the job are lost, so a spare has no state to continue from. The
@@ -228,11 +229,11 @@ pub enum RendezvousError {
     /// A process was lost before the value of a key was set. A peer's fault.
     #[error("the value of {key:?} will not come: process {process} is lost: {why}")]
     NeverSet {
-        /// The key.
+        /// The key whose value was requested.
         key: String,
         /// The process that was lost.
         process: ProcessId,
-        /// The reason, in words.
+        /// The reason why the process was lost.
         why: String,
     },
     /// A process that a barrier needs will never reach it. A peer's fault.
@@ -240,9 +241,9 @@ pub enum RendezvousError {
     BarrierBroken {
         /// The barrier's name.
         name: String,
-        /// The process that will not reach it.
+        /// The process that will not reach the barrier.
         process: ProcessId,
-        /// The reason, in words.
+        /// The reason why the process will not reach the barrier.
         why: String,
     },
     /// A key, a value, a name, or the [`JobMember`](super::JobMember) of a process is too long. The
@@ -261,7 +262,7 @@ pub enum RendezvousError {
     ServerGone {
         /// The server's address, as `host:port`.
         server: String,
-        /// The connection's error, in words.
+        /// The reason for the end of the connection, as text.
         why: String,
     },
     /// The service is gone. This process does not take it over, because the others may have ended
@@ -274,7 +275,7 @@ pub enum RendezvousError {
     Outlived {
         /// The service's address, as `host:port`.
         server: String,
-        /// The reason, in words.
+        /// The reason why the others may have ended the job without this process.
         why: String,
     },
     /// This process has already left the job. The caller's fault.

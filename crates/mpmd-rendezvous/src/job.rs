@@ -95,7 +95,7 @@ impl JobState {
         }
     }
 
-    /// Returns the processes of the job, for the server's owner.
+    /// Returns the processes of the job and their epochs, for the server's owner.
     pub(super) fn epochs(&self) -> &Epochs {
         &self.epochs
     }
@@ -381,7 +381,8 @@ impl JobState {
         }
     }
 
-    /// Removes a client and its pending requests. Returns its process, if it had joined.
+    /// Removes a client and its pending requests. Returns the number of its process, if it had
+    /// joined.
     fn forget(&mut self, link: Link) -> Option<ProcessId> {
         self.values.forget(link);
         self.barriers.forget(link);

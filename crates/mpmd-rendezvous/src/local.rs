@@ -115,13 +115,13 @@ impl LocalServer {
         self.hub.stop();
     }
 
-    /// Waits for the end of the job, as
+    /// Waits until the job ends, for at most `time`, as
     /// [`RendezvousServer::wait_end`](super::RendezvousServer::wait_end) does.
     pub fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
         self.hub.wait_end(time)
     }
 
-    /// True once all processes have joined the job.
+    /// Returns true once all processes have joined the job.
     pub fn is_complete(&self) -> bool {
         self.hub.is_complete()
     }

@@ -154,7 +154,7 @@ pub(super) enum ServerReply {
         /// Time since the server began to wait for the epoch's processes.
         waited: Duration,
     },
-    /// Asks this process for its status. Its answer repeats the number `look`.
+    /// Asks the process of this client for its status. The answer repeats the number `look`.
     Look {
         look: u64,
         /// The bytes from [`ClientRequest::Look`].

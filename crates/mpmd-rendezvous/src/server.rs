@@ -447,7 +447,7 @@ impl ServerHub {
         self.view.changed.notify_all();
     }
 
-    /// Starts the task of a new client: its handshake, then its requests.
+    /// Starts the task that serves a new client: first its handshake, then its requests.
     fn welcome(
         &mut self,
         stream: TcpStream,

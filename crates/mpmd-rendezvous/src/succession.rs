@@ -26,7 +26,7 @@ use mpmd_proto::wire::ProcessId;
 pub struct Heir {
     /// The address at which the process listens, as `host:port`.
     pub address: String,
-    /// The [mark](super::Identity::mark) of the process.
+    /// The process's [mark](super::Identity::mark), by which others recognise it.
     pub mark: u128,
     /// The first epoch in which the process had a place. The service fills it in.
     pub since: u64,

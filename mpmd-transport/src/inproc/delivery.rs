@@ -35,7 +35,7 @@ pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handl
         .expect("the system gives a thread for deliveries");
 }
 
-/// The body of a delivery thread.
+/// The state of a running delivery thread.
 struct DeliveryLoop {
     core: Arc<Core>,
     process: ProcessId,
@@ -44,7 +44,7 @@ struct DeliveryLoop {
 }
 
 impl DeliveryLoop {
-    /// Calls the handler for each event until the thread is told to stop.
+    /// Calls the handler for each event until the thread must stop.
     fn run(self) {
         self.core.introduce(self.process);
         while let (Some(handler), Some(event)) = (&self.handler, self.core.next(self.process)) {

@@ -38,12 +38,12 @@ pub(super) struct Core {
 /// The part of [`Core`] that is under its lock.
 pub(super) struct FabricState {
     pub(super) nodes: Vec<FabricProcess>,
-    /// The next number for a message or a queued event. Of two events due together, the lower
-    /// number comes first.
+    /// The next number for a message or a queued event. Of two events due at the same time, the one
+    /// with the lower number comes first.
     next: u64,
 }
 
-/// The state of one process.
+/// The state of one process in a fabric.
 pub(super) struct FabricProcess {
     life: ProcessLife,
     queue: BinaryHeap<QueuedEvent>,
@@ -118,7 +118,7 @@ pub(super) enum DeliveryEvent {
     Down(ProcessId, TransportError),
 }
 
-/// An event in a process's queue.
+/// An event in a process's queue, with the time at which it is due.
 struct QueuedEvent {
     due: Instant,
     number: u64,

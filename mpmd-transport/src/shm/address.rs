@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use super::NAME;
 
-/// The version of the shared memory protocol. Both processes must speak the same.
+/// The version of the shared memory protocol. Two processes need the same version to share memory.
 pub(super) const VERSION: u16 = 4;
 
 /// Length in bytes of the random name of a process's socket.
@@ -33,7 +33,7 @@ pub(super) enum ShmAddressError {
     /// The process has published this reason instead of an address.
     #[error("{0}")]
     None(String),
-    /// The text is malformed.
+    /// The text is neither an address nor a reason.
     #[error("{0:?} is no address of shared memory")]
     Unreadable(String),
 }

@@ -46,9 +46,9 @@ pub(super) struct HeldMessage {
 /// Device memory that this process has freed and that some processes still have open.
 struct FreedMemory {
     number: u32,
-    /// The memory; `None` once it is taken out to be freed.
+    /// The memory; `None` once the reaper has got it to free it.
     memory: Option<Leaving>,
-    /// Indices of the processes that may have the memory open.
+    /// Indices of the processes that may still have the memory open.
     awaited: Vec<usize>,
 }
 
@@ -69,7 +69,7 @@ impl DeviceLoans {
         self.gone[process.index()].store(true, Ordering::Release);
     }
 
-    /// Returns true if no message is held back.
+    /// Returns true if no message waits for device work.
     pub(super) fn is_flushed(&self) -> bool {
         self.held.lock().is_empty()
     }
@@ -80,7 +80,7 @@ impl DeviceLoans {
         held.into_iter().map(|held| held.ticket).collect()
     }
 
-    /// Keeps a freed segment's memory until all living processes in `awaited` have closed it.
+    /// Keeps the memory of a freed segment until all living processes in `awaited` have closed it.
     pub(super) fn part(&self, segment: Retired, awaited: Vec<usize>) {
         let Retired { number, memory } = segment;
         if memory.is_some() {
@@ -102,7 +102,7 @@ impl DeviceLoans {
         }
     }
 
-    /// Frees, on the reaper's thread, the memory that no process has open any more.
+    /// Frees the memory that no process has open any more, on the reaper's thread.
     pub(super) fn free(&self) {
         let over = {
             let mut partings = self.partings.lock();

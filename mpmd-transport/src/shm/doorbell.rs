@@ -44,7 +44,7 @@ const WORDS: usize = 32;
 /// because it is not counted.
 const UNCOUNTED: Duration = Duration::from_millis(1);
 
-/// A way to sleep on a word of memory until another thread or process wakes it.
+/// A way to sleep on a word of memory until another thread or process wakes the sleeper.
 pub(super) trait Futex {
     /// Sleeps until `word` is woken or `timeout` is over. Returns at once if the value of `word` is
     /// not `expected`. The comparison and the start of the sleep are one atomic step with respect
@@ -55,9 +55,9 @@ pub(super) trait Futex {
     fn wake(&self, word: &AtomicU32, all: bool);
 }
 
-/// The doorbell of one process, in memory that its peers map too.
+/// A doorbell: peers ring it to wake this process. It is in memory that the peers map too.
 ///
-/// Peers may [`ring`](Self::ring) it; the other methods are for its own process.
+/// Peers may call [`ring`](Self::ring); the other methods are for the doorbell's own process.
 #[derive(Clone)]
 pub(super) struct Doorbell {
     words: SharedWords<AtomicU32>,
@@ -67,11 +67,11 @@ impl Doorbell {
     /// Size of a doorbell in bytes.
     pub(super) const BYTES: usize = WORDS * size_of::<u32>();
 
-    /// Wraps the [`BYTES`](Self::BYTES) bytes at `first`, which are zero before their first use.
+    /// Wraps the [`BYTES`](Self::BYTES) bytes at `first`. They must be zero before their first use.
     ///
     /// # Safety
     ///
-    /// Those bytes must be mapped for reading and writing until `keep` is dropped. Until then, all
+    /// These bytes must be mapped for reading and writing until `keep` is dropped. Until then, all
     /// processes must access them only by atomic operations on whole aligned words of 4 bytes.
     ///
     /// # Panics

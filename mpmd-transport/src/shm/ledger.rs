@@ -39,7 +39,7 @@ struct Account {
     /// Number of open loans that the borrower must copy and then return. This process waits for
     /// their return.
     copied: usize,
-    /// Numbers of device segments that the borrower has closed.
+    /// Numbers of device segments that the borrower has reported as closed.
     closed: Vec<u32>,
     /// The number of the last loan that the borrower got from each lender that lends it no more.
     last: HashMap<ProcessId, u64>,
@@ -62,7 +62,7 @@ struct EarlyNote {
     note: ReturnNote,
 }
 
-/// A loan that has not ended.
+/// A loan that the borrower has not returned completely.
 struct OpenLoan {
     buffer: SharedBuffer,
     /// The ticket that ends when the loan is returned, or `Ticket::NONE`.
@@ -429,7 +429,7 @@ impl LoanLedger {
         account.map_or(0, |account| account.bytes)
     }
 
-    /// Returns the number of open loans.
+    /// Returns the number of open loans to all borrowers.
     #[cfg(test)]
     pub(super) fn open(&self) -> usize {
         self.accounts
@@ -487,7 +487,7 @@ impl Account {
         );
     }
 
-    /// Ends a loan. Returns `None` if the borrower has no such loan.
+    /// Removes a loan and returns it as ended. Returns `None` if the borrower has no such loan.
     fn end(&mut self, loan: LoanId) -> Option<EndedLoan> {
         let OpenLoan {
             buffer,

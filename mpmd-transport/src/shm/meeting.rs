@@ -448,7 +448,8 @@ fn descriptors<const N: usize>(
     packet.descriptors.try_into().map_err(wrong)
 }
 
-/// Builds the connection to a peer: its sending and receiving halves.
+/// Builds the connection to a peer from its doorbell, its socket, and the rings of the two
+/// processes.
 fn pair(
     own: ProcessId,
     socket: Socket,

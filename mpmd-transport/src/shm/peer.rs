@@ -341,7 +341,7 @@ enum GivenSegment {
 pub(super) enum NoSegment {
     /// The peer sent an invalid packet, or this process lacks resources; the error tells which.
     Fault(io::Error),
-    /// The segment is device memory that cannot be opened.
+    /// The segment is device memory that cannot be opened, with the reason.
     Closed(DeviceSegmentError),
 }
 
@@ -458,7 +458,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// Handles a packet that gives a segment of device memory.
+    /// Handles a packet in which the peer gives this process a segment of device memory.
     fn hear_of_device(&mut self, packet: &[u8], peer: &ShmPeer) -> io::Result<()> {
         let Some((fields, words)) = packet.split_first_chunk::<GIVE_DEVICE_BYTES>() else {
             return Err(io::Error::other(

@@ -53,7 +53,7 @@ pub(super) struct LoanRecord {
     /// The number of the segment that contains the memory, as the sender has given it.
     pub(super) segment: U32,
     pub(super) flags: U32,
-    /// The process that owns the memory.
+    /// The id of the process that owns the memory.
     pub(super) owner: U32,
 }
 
@@ -68,7 +68,7 @@ pub(super) struct ToOwner {
     /// Offset of the payload in bytes within its segment.
     pub(super) offset: U64,
     pub(super) bytes: U64,
-    /// The process that lent the memory to the sender.
+    /// The id of the process that lent the memory to the sender of the record.
     pub(super) lender: U32,
 }
 

@@ -30,7 +30,7 @@ const PREFIX_BYTES: usize = 8;
 /// Length in bytes of the ring's counters, before its records.
 const HEADER_BYTES: usize = 3 * LINE_BYTES;
 const WORD_BYTES: usize = size_of::<u64>();
-/// The kind of a record that only fills space.
+/// The kind of a record that only fills the space at the end of the ring.
 const PADDING: u32 = u32::MAX;
 
 /// Index of the word that counts pushed bytes. All indices are in words of 8 bytes.

@@ -26,7 +26,7 @@ const IN_A_ROW: usize = 64;
 /// Limit on the passes over the rings by a thread that stops reading them. It suffices to empty a
 /// full ring.
 const MOST_LOOKS: usize = 32;
-/// Limit on the segment numbers in one record.
+/// Largest number of segment numbers in one record.
 const MOST_NUMBERS: usize = 256;
 
 /// The state of one process's shared memory transport, which all its threads use.
@@ -41,7 +41,7 @@ pub(super) struct ShmState {
     pub(super) devices: DeviceLoans,
     /// Loans of this process's memory to peers.
     pub(super) ledger: Mutex<LoanLedger>,
-    /// Pool for inline payloads, and for copies of payloads that cannot be lent.
+    /// The pool for received inline payloads, and for copies of payloads that cannot be lent.
     pub(super) pool: Pool,
     /// The receiving half of each connection. The thread that reads the rings holds the lock.
     duty: Mutex<Vec<Option<Inbound>>>,

@@ -167,7 +167,7 @@ enum ConnectOutcome {
     },
     /// The other end does not belong to the job, or has closed the connection. Contains the reason.
     Stranger(String),
-    /// The other end belongs to the job, but cannot work with this process.
+    /// The other end belongs to the job, but cannot work with this process. Contains the error.
     Misfit(TransportError),
 }
 

@@ -246,7 +246,7 @@ impl ConnectionSender {
     }
 }
 
-/// The next step of the writer task.
+/// The next step of the task that writes a connection's messages.
 enum WriterStep<'a> {
     Write(WriteTurn<'a>),
     Wait,
@@ -433,13 +433,14 @@ impl Endings {
         Ok(())
     }
 
-    /// Waits until an end is added to the empty list. May return although the list is empty.
+    /// Waits until the end of a transfer is added to the empty list. May return although the list
+    /// is empty.
     pub(super) async fn some(&self) {
         self.wake.notified().await;
     }
 
-    /// Removes and returns all collected ends, in order. If `last` is true and there are none,
-    /// later ends are refused.
+    /// Removes and returns all collected ends of transfers, in order. If `last` is true and there
+    /// are none, later ends are refused.
     pub(super) fn take(&self, last: bool) -> Vec<TransferEnd> {
         let mut waiting = self.waiting.lock();
         let list = waiting.as_mut().map(std::mem::take).unwrap_or_default();

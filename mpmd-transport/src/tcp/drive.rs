@@ -172,7 +172,7 @@ async fn flush(
     }
 }
 
-/// Fails all connections when it is dropped.
+/// Fails all connections of the transport when it is dropped, also after a panic.
 struct FailAll<'a>(&'a TcpState);
 
 impl Drop for FailAll<'_> {

@@ -30,9 +30,9 @@ const DISCARD_BYTES: usize = 64 << 10;
 /// The reason why nothing more is read from a connection.
 #[derive(Debug)]
 pub(super) enum ReadEnd {
-    /// The connection has ended.
+    /// The connection has ended. Contains the reason.
     Closed(String),
-    /// The peer sent an invalid message.
+    /// The peer sent an invalid message. Contains the fault.
     Protocol(String),
 }
 

@@ -19,7 +19,7 @@ use mpmd_proto::wire::{Header, ProcessId};
 
 /// The result of connecting to all peers. Both lists are indexed by process.
 pub(super) struct ConnectedPeers {
-    /// UCX's own description of the lanes to each peer.
+    /// UCX's own description of the connections (lanes) to each peer.
     pub(super) lanes: Vec<String>,
     /// True for each process to which memory of CUDA devices is sent without a copy through the
     /// host. Both processes' UCX must support it.

@@ -155,11 +155,11 @@ pub(super) unsafe fn context_moves_cuda(context: NonNull<Context>) -> Result<boo
     Ok(found.memory_types & (1 << sys::ucs_memory_type::UCS_MEMORY_TYPE_CUDA as u32) != 0)
 }
 
-/// UCX's context; used through pointers only.
+/// The type of a UCX context (`ucp_context`). It is opaque and used only through pointers.
 pub(super) type Context = ucx1_sys::ucp_context;
-/// UCX's worker; used through pointers only.
+/// The type of a UCX worker (`ucp_worker`). It is opaque and used only through pointers.
 pub(super) type Worker = ucx1_sys::ucp_worker;
-/// UCX's endpoint; used through pointers only.
+/// The type of a UCX endpoint (`ucp_ep`). It is opaque and used only through pointers.
 pub(super) type Endpoint = ucx1_sys::ucp_ep;
 
 fn made<T>(call: &'static str, pointer: *mut T) -> Result<NonNull<T>> {

@@ -94,7 +94,7 @@ pub(super) struct UcxEngine {
     /// Handshake messages that arrived before this process started to connect.
     pub(super) hellos: Vec<EarlyHello>,
     pub(super) policy: SpinPolicy,
-    /// The time since the engine last had work; `None` if the last poll found work.
+    /// The current gap without work; `None` if the last poll found work.
     pub(super) gap: Option<PollGap>,
 }
 

@@ -133,7 +133,7 @@ functions! {
     fn ucp_request_free(*mut c_void);
 }
 
-/// The loaded library, which is never unloaded.
+/// The loaded UCX library. It is never unloaded.
 pub(super) struct UcxLibrary {
     pub(super) functions: Functions,
     pub(super) version: (c_uint, c_uint, c_uint),
@@ -158,7 +158,7 @@ pub(super) enum NoUcxLibrary {
         tried.join("; ")
     )]
     NotFound { tried: Vec<String> },
-    /// A function that this transport needs is missing.
+    /// The library lacks a function that this transport needs.
     #[error("{}: {error}", place.display())]
     NoFunction {
         place: PathBuf,

@@ -37,7 +37,7 @@ impl UcxEngine {
         }
     }
 
-    /// Calls the handler, or keeps the call until a handler is set.
+    /// Makes a call to the handler, or keeps the call until a handler is set.
     fn say(&mut self, said: HandlerCall) {
         let Some(handler) = &self.handler else {
             self.early.push(said);
@@ -201,7 +201,7 @@ impl UcxEngine {
     }
 
     /// Returns the sender of a message. Returns `None` unless the sender is a connected peer and
-    /// the pass is right.
+    /// the message contains the peer's pass (a secret number).
     fn sender(&self, header: &[u8]) -> Option<ProcessId> {
         let from = u32::from_le_bytes(header.get(..4)?.try_into().ok()?);
         let pass = u32::from_le_bytes(header.get(4..PREFIX_BYTES)?.try_into().ok()?);

@@ -12,7 +12,7 @@ use super::{Instant, is_simulated, now, thread};
 /// Shortest polling time. If the policy computes a shorter time, the thread does not poll.
 const SHORTEST: Duration = Duration::from_micros(1);
 
-/// Spin policy: the time for which a thread without work polls for messages before it sleeps.
+/// The user's setting of how long a thread without work polls for messages before it sleeps.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Spin {
     /// Polls about as long as recent gaps without work lasted, if they were short. A waiting thread
@@ -40,7 +40,7 @@ pub enum CoreBudget {
 }
 
 impl CoreBudget {
-    /// Returns the core budget of a process on a host with `cores` cores. The job has `processes`
+    /// Computes the core budget of a process. The host has `cores` cores. The job has `processes`
     /// processes on this host, and `threads` busy threads in them.
     pub fn of(processes: usize, threads: usize, cores: usize) -> Self {
         if threads <= cores {

@@ -110,7 +110,7 @@ pub fn available_parallelism() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Waits for the end of a simulated thread, if there is one.
+/// Waits until a simulated thread has ended. Does nothing for `None`.
 fn join_simulated(thread: Option<&WorldMember>) {
     if let (Some(thread), Some(me)) = (thread, world::me()) {
         thread.join(&me);

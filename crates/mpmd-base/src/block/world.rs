@@ -78,7 +78,7 @@ struct GroupStop {
     until: Duration,
 }
 
-/// A thread of a world.
+/// A thread of a simulated world.
 struct WorldThread {
     name: String,
     status: ThreadStatus,
@@ -300,7 +300,7 @@ impl WorldMember {
         self.world.switch(&mut state, self.thread);
     }
 
-    /// Lets another thread run, if there is one.
+    /// Lets another thread run, if one can.
     pub(super) fn give_way(&self) {
         let mut state = self.world.state.lock();
         // Time passes for a thread that polls, or it could poll forever.
@@ -411,7 +411,7 @@ impl WorldState {
         }
     }
 
-    /// Returns true if a thread is ready and its group is not stopped.
+    /// Returns true if `thread` is ready and its group is not stopped.
     fn can_run(&self, thread: &WorldThread) -> bool {
         let stopped = |group| {
             self.stops

@@ -26,7 +26,7 @@ pub struct Failure {
 /// Limit in bytes on the text of a failure that is sent to peers.
 const MOST_MESSAGE_BYTES: usize = 16 << 10;
 
-/// Kinds of [`Failure`].
+/// The kind of a [`Failure`].
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[non_exhaustive]
 pub enum FailureKind {
@@ -36,7 +36,7 @@ pub enum FailureKind {
     Diverged,
     /// A kernel or a closure of the program failed or panicked.
     Kernel,
-    /// Memory ran out.
+    /// A process has run out of memory.
     Memory,
     /// A process left before the program's end; its own error gives the reason.
     Left,

@@ -16,7 +16,7 @@ const REMEMBERED: usize = 8192;
 /// Largest number of operations sent to a peer in a dispute. They must fit a control message.
 const SHOWN: usize = 512;
 
-/// One issued operation.
+/// An operation that this process has issued.
 #[derive(Clone)]
 pub struct OpRecord {
     /// The operation's number, from 1.
@@ -165,7 +165,7 @@ pub(super) struct OpHistory {
 /// An entry of the history, with its place among the steps.
 struct KeptEntry {
     entry: HistoryEntry,
-    /// Number of steps that had ended before the entry.
+    /// Number of steps that had ended when the entry was added.
     steps: u64,
 }
 
@@ -221,7 +221,7 @@ impl OpHistory {
         self.steps += 1;
     }
 
-    /// Records an issued operation.
+    /// Records an operation that this process has issued.
     pub(super) fn push(&mut self, record: OpRecord) {
         debug_assert_eq!(
             record.op,
@@ -264,7 +264,7 @@ impl OpHistory {
         });
     }
 
-    /// Returns the number of operations issued.
+    /// Returns the number of operations that this process has issued.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
@@ -350,7 +350,7 @@ impl OpHistory {
 
 /// The first difference between the operations of two processes.
 pub(super) struct HistoryDifference {
-    /// The number of the operation.
+    /// Number of the first operation that differs.
     pub(super) op: u64,
     /// A description of the difference, for users.
     pub(super) text: String,

@@ -76,11 +76,11 @@ pub trait Cargo {
     type Outgoing;
     /// The payload of a message that arrived.
     type Incoming;
-    /// The receiver of a piece, or of the error if the piece never arrives.
+    /// The object that receives a piece, or the error if the piece never arrives.
     type Waiter;
 }
 
-/// Settings of a [`Router`].
+/// The configuration of a [`Router`].
 #[derive(Clone, Debug)]
 pub struct RouterConfig {
     /// This process's id.
@@ -103,18 +103,18 @@ pub struct RouterConfig {
 pub enum RouterAction<C: Cargo> {
     /// Sends a message.
     Post {
-        /// The receiver.
+        /// The process to send the message to.
         to: ProcessId,
-        /// The complete header.
+        /// The complete header of the message.
         header: Header,
-        /// The payload.
+        /// The payload of the message.
         body: Body<C::Outgoing>,
     },
     /// Gives a waiter its piece, or the reason why the piece will never arrive.
     Deliver {
-        /// The waiter.
+        /// The waiter that was registered for the piece.
         waiter: C::Waiter,
-        /// The piece, or the failure.
+        /// The piece, or the reason why it will never arrive.
         result: Result<C::Incoming, Arc<Failure>>,
     },
     /// Requests a call of [`Router::answer`] with a description of this process's activity.
@@ -128,22 +128,22 @@ pub enum RouterAction<C: Cargo> {
     },
     /// A peer has taken all zero-copy pieces up to this operation.
     Taken {
-        /// The peer.
+        /// The peer that has taken the pieces.
         by: ProcessId,
         /// Number of the last of these operations; `u64::MAX` for all operations.
         op: u64,
     },
     /// A peer takes no more zero-copy pieces. [`Router::why_never`] gives the reason.
     NeverTaken {
-        /// The peer.
+        /// The peer that takes no more pieces.
         by: ProcessId,
     },
     /// Drops this cargo, because its receiver will not take it. [`Router::why_never`] gives the
     /// reason.
     Discard {
-        /// The receiver.
+        /// The process that will not take the cargo.
         to: ProcessId,
-        /// The cargo.
+        /// The cargo to drop.
         cargo: C::Outgoing,
     },
     /// Shows this text to the user: a wait has lasted longer than the peer timeout.
@@ -153,9 +153,9 @@ pub enum RouterAction<C: Cargo> {
     /// Requests that the transport gives a peer up, which is silent for too long or has broken the
     /// protocol. The peer's connections may still be open, so transfers with it would not end.
     GiveUp {
-        /// The peer.
+        /// The peer to give up.
         peer: ProcessId,
-        /// The reason.
+        /// The reason for giving the peer up.
         why: String,
     },
     /// Reports that the whole job has failed. Every waiter has already been told.
@@ -175,7 +175,7 @@ pub enum Body<O> {
 /// A message that arrived before this process expected its piece. If its operation was still
 /// stored, its hash has been compared.
 enum EarlyMessage<C: Cargo> {
-    /// The piece.
+    /// The piece, with the header of its message.
     Cargo(Header, C::Incoming),
     /// An offer of a piece, with the sender's rolling hash at the operation.
     Offered(u128),
@@ -193,7 +193,7 @@ struct ParkedMessage<C: Cargo> {
 /// The possible sizes of a piece in bytes, for a receiver that does not know the exact size.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PieceSize {
-    /// The expected size.
+    /// The most likely size.
     pub likely: u64,
     /// The largest allowed size.
     pub most: u64,
@@ -216,7 +216,7 @@ pub struct Router<C: Cargo> {
     ticked: Duration,
     /// The lowest operation at which a peer's hash must be compared; `u64::MAX` if there is none.
     next_check: u64,
-    /// True once this process has said goodbye.
+    /// True once this process has said goodbye to its peers.
     left: bool,
     actions: Vec<RouterAction<C>>,
     /// Senders of zero-copy pieces to which this process must report the taken pieces when the
@@ -715,7 +715,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Handles a message about a piece of an operation that this process has issued.
+    /// Handles a message about a piece of an operation that this process has already issued.
     fn piece_message(
         &mut self,
         from: ProcessId,
@@ -889,7 +889,7 @@ impl<C: Cargo> Router<C> {
             .unwrap_or_else(|| format!("operation {op}"))
     }
 
-    /// Grants a piece to its sender.
+    /// Sends a grant to the sender of a piece, which may then send the piece.
     fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {
         let Some(expected) = self.peers[to.index()].expected.get_mut(&key) else {
             return;

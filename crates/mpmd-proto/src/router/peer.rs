@@ -14,16 +14,16 @@ pub(super) type PieceKey = (u64, u64);
 /// A piece that this process waits for.
 pub(super) struct ExpectedPiece<C: Cargo> {
     pub(super) waiter: C::Waiter,
-    /// The rolling hash at the operation.
+    /// The rolling hash at the piece's operation.
     pub(super) hash: u128,
     /// Lengths that the piece may have, in bytes.
     pub(super) bytes: RangeInclusive<u64>,
     pub(super) since: Duration,
-    /// Time of the next probe of the sender.
+    /// Time at which the piece's sender is probed next.
     pub(super) probe_at: Duration,
-    /// Time of the next hang report.
+    /// Time at which the wait is next reported to the user.
     pub(super) report_at: Duration,
-    /// True if a grant was sent.
+    /// True if this process has granted the piece.
     pub(super) granted: bool,
 }
 
@@ -43,12 +43,12 @@ pub(super) struct Goodbye {
 /// A report of the rendezvous that a peer is lost. It is kept until messages from the peer refute
 /// it or the peer counts as gone.
 pub(super) struct Suspicion {
-    /// The time of the report.
+    /// The time at which the rendezvous reported the loss.
     pub(super) since: Duration,
     pub(super) why: String,
 }
 
-/// An open dispute with a peer.
+/// A dispute with a peer that has issued other operations than this process.
 #[derive(Clone, Copy)]
 pub(super) struct OpenDispute {
     pub(super) since: Duration,

@@ -106,7 +106,7 @@ impl Barriers {
             .for_each(|arrival| arrival.wait.put_off(stopped));
     }
 
-    /// Returns the deadlines of the pending requests.
+    /// Returns the deadlines of the requests that wait at barriers.
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         self.0.values().flatten().map(|arrival| arrival.wait.until)
     }

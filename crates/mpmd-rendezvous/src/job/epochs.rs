@@ -112,7 +112,7 @@ impl Epochs {
         }
     }
 
-    /// True once all processes have joined the first epoch.
+    /// Returns true once all processes have joined the first epoch.
     pub(crate) fn has_begun(&self) -> bool {
         self.epoch > 1 || self.phase == EpochPhase::Running
     }
@@ -396,7 +396,7 @@ impl Epochs {
         self.expire(now, actions);
     }
 
-    /// Returns the deadlines.
+    /// Returns the times at which [`tick`](Self::tick) has work to do.
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         let joins = self.seats.iter().flatten().map(|seat| seat.waits.until);
         let joins = joins.chain([self.gather_until]);

@@ -111,7 +111,7 @@ impl SharedValues {
             .for_each(|get| get.wait.put_off(stopped));
     }
 
-    /// Returns the deadlines of the pending requests.
+    /// Returns the deadlines of the requests that wait for a value.
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         self.gets.iter().map(|get| get.wait.until)
     }

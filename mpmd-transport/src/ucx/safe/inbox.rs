@@ -26,7 +26,7 @@ pub(super) enum RecordedEvent {
     Failed(usize, UcxStatus),
 }
 
-/// The header of a message.
+/// A copy of the header of a received message.
 pub(in super::super) struct HeaderBytes {
     bytes: [u8; HEADER_MAX],
     /// Number of bytes of the header in `bytes`.

@@ -90,7 +90,7 @@ pub(super) enum WorkerEvent {
     /// An operation has ended, with this result. The memory is returned only after success;
     /// otherwise it is [`OperationMemory::Nothing`].
     Ended(OpId, Result<(), UcxError>, OperationMemory),
-    /// An endpoint has failed with this error and must be closed by force.
+    /// An endpoint has failed with this error. The caller must close it by force.
     Failed(EndpointId, UcxError),
 }
 
@@ -277,7 +277,7 @@ impl UcxWorker {
         self.endpoints[endpoint.0].done = true;
     }
 
-    /// Connects to the worker with this address.
+    /// Connects to the worker with this address, and returns the new endpoint.
     pub(super) fn connect(&mut self, address: &[u8]) -> Result<EndpointId, UcxError> {
         let number = self.endpoints.len();
         // SAFETY: the worker is alive and used by no other thread. Addresses come from

@@ -49,7 +49,8 @@ impl Leavers {
         }
     }
 
-    /// Returns the commits of the job and the number of leavers, for the processes of an epoch.
+    /// Returns the newest complete commit and the number of leaving processes, for the members of
+    /// an epoch.
     pub(super) fn standing(&self) -> CommitStanding {
         CommitStanding {
             whole: self.whole,

@@ -27,7 +27,7 @@ pub(super) struct Seat {
     pub(super) ended: Option<SeatEnd>,
 }
 
-/// The end of a process's part in an epoch.
+/// The end of a process's part in an epoch, with the reason.
 pub(super) struct SeatEnd {
     pub(super) why: String,
     pub(super) how: EndKind,
@@ -205,7 +205,7 @@ impl Epochs {
         }
     }
 
-    /// Fails if a client has joined already.
+    /// Checks that a client has not joined already.
     fn check_is_new(&self, link: Link) -> Result<(), RendezvousError> {
         let waits = self
             .spares
