@@ -7,21 +7,22 @@ use crate::transport::{CopyOut, Payload};
 use mpmd_memory::{OutOfMemory, Pool, SharedBuffer};
 use mpmd_proto::wire::{HEADER_BYTES, Header, MAX_CONTROL_BYTES, MessageKind, WireError};
 
-/// Largest payload in bytes of a message that travels in a batch. A copy of more costs more than a
-/// message.
+/// Largest payload, in bytes, of a message that is sent as part of a batch. Copying a larger
+/// payload into a batch costs more than sending it as a message.
 pub const MOST_BATCHED: usize = 4 << 10;
 
-/// Largest number of bytes of a batch. A receiver that has not taken one of its pieces keeps all.
+/// Largest size of a batch in bytes. A receiver keeps the whole batch until it has taken every
+/// message in it.
 pub const MOST_BATCH: usize = 128 << 10;
 
-/// The fault of a malformed batch, in words that continue "it sent". The sender is at fault.
+/// The fault of a malformed batch, which the sender made. Its text continues the words "it sent".
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BatchError {
-    /// The message of the batch has no payload in host memory.
+    /// The message that carries the batch has no payload in host memory.
     #[error("a batch without bytes")]
     NoBytes,
-    /// The last header is cut.
+    /// The batch ends within its last header.
     #[error("a batch of {bytes} bytes that ends within a header")]
     CutHeader {
         /// The batch's length in bytes.
@@ -30,33 +31,33 @@ pub enum BatchError {
     /// A header is invalid.
     #[error("a batch with {0}")]
     Header(WireError),
-    /// A message is not a piece.
+    /// The batch contains a message whose kind is not "piece".
     #[error("a batch with a message of kind {kind:?}")]
     Kind {
         /// The message's kind.
         kind: MessageKind,
     },
-    /// A piece ends beyond the batch.
+    /// The payload of a piece ends beyond the batch.
     #[error("a batch with a piece of {bytes} bytes, of which it has {left}")]
     CutPiece {
         /// The piece's length in bytes, according to its header.
         bytes: u64,
-        /// Number of bytes after that header.
+        /// Number of bytes that the batch has after the piece's header.
         left: usize,
     },
 }
 
-/// Returns the bytes that a message takes in a batch.
+/// Returns the number of bytes that a message with `payload` takes in a batch: header and payload.
 pub fn size(payload: &SharedBuffer) -> usize {
     HEADER_BYTES + payload.len()
 }
 
-/// Copies messages to a batch, in memory of `pool`. Together they have at most
+/// Copies messages into one batch, which is allocated in `pool`. The batch may have at most
 /// [`MAX_CONTROL_BYTES`].
 ///
 /// # Errors
 ///
-/// If there is no memory.
+/// If `pool` has no memory for the batch.
 pub fn pack(
     messages: &[(Header, SharedBuffer)],
     pool: &Pool,
@@ -87,7 +88,8 @@ pub fn pack(
     Ok((header, batch.freeze()))
 }
 
-/// Returns the messages of a batch. Their payloads are copied when they are fetched.
+/// Returns the messages of a batch. Their payloads stay in the batch and are copied when they are
+/// fetched.
 ///
 /// # Errors
 ///

@@ -8,9 +8,10 @@ use crate::transport::{Handler, Parking, Payload, Ticket, Transport, TransportEr
 use mpmd_memory::{Arena, DeviceSharing, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// A transport that reaches some peers by one transport (`near`) and the others by another (`far`).
+/// A transport that reaches some peers through one transport (`near`) and all others through
+/// another (`far`).
 ///
-/// Waiting threads drive `near`; `far` has threads of its own.
+/// A thread that waits for messages polls `near`; `far` has threads of its own.
 pub struct Mixed {
     name: &'static str,
     near: Arc<dyn Transport>,
@@ -20,9 +21,9 @@ pub struct Mixed {
 }
 
 impl Mixed {
-    /// Creates a transport that uses `near` for the processes with a true entry in `is_near`, and
+    /// Creates a transport that uses `near` for each process whose entry in `is_near` is true, and
     /// `far` for the others. Both processes of a pair must use the same transport for each other.
-    /// Each transport may also know processes for which it is not used.
+    /// Each of the two transports may also be connected to processes for which it is not used.
     ///
     /// # Panics
     ///
@@ -60,8 +61,8 @@ impl Mixed {
     }
 }
 
-/// A handler that forwards a peer's messages and the news of its loss only if they come from the
-/// transport used for that peer. It forwards the completion of every send.
+/// A [`Handler`] for one of the two transports. It forwards a peer's messages and its loss only if
+/// this transport is the one used for the peer. It forwards the completion of every send.
 struct SideHandler {
     handler: Arc<dyn Handler>,
     is_near: Arc<[bool]>,

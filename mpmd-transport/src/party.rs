@@ -14,10 +14,10 @@ use mpmd_proto::wire::ProcessId;
 
 use crate::transport::TransportError;
 
-/// Lengths in bytes of the facts about a caller and an answerer.
+/// Number of bytes that the caller (first) and the answerer (second) send about themselves.
 const FACTS: [usize; 2] = [24, 16];
 
-/// Length of a hello in bytes.
+/// Length of the first handshake message in bytes.
 #[cfg(feature = "ucx")]
 pub(crate) const HELLO_BYTES: usize = Protocol {
     magic: [0; 8],
@@ -26,7 +26,8 @@ pub(crate) const HELLO_BYTES: usize = Protocol {
 }
 .hello_bytes();
 
-/// A process as one end of its handshakes with its peers. In each pair the higher process calls.
+/// This process's identity in handshakes with its peers. In each pair the process with the higher
+/// id opens the connection.
 #[derive(Clone)]
 pub(crate) struct Party {
     protocol: Protocol,
@@ -37,8 +38,8 @@ pub(crate) struct Party {
 }
 
 impl Party {
-    /// Creates the end of `process` in `epoch` of a job of `processes` processes. `protocol` is
-    /// magic and version.
+    /// Creates the identity of `process` in `epoch` of a job of `processes` processes. `protocol`
+    /// is the magic number and version of the transport's protocol.
     pub(crate) fn new(
         protocol: ([u8; 8], u16),
         process: ProcessId,
@@ -71,12 +72,12 @@ impl Party {
         Handshake::answer(self.protocol, self.token.clone(), nonce, &self.facts())
     }
 
-    /// Checks the facts about a caller, which knows the token. Returns the caller and its channel,
-    /// which is below `channels`.
+    /// Checks the facts that a caller has sent; it has proved that it knows the token. Returns the
+    /// caller's id and its channel, which is below `channels`.
     ///
     /// # Errors
     ///
-    /// [`TransportError::Protocol`] if it cannot work with this process.
+    /// [`TransportError::Protocol`] if the caller cannot work with this process.
     pub(crate) fn check_caller(
         &self,
         facts: &[u8],
@@ -104,11 +105,11 @@ impl Party {
         Ok((from, channel))
     }
 
-    /// Checks the facts about an answerer that should be the process `to`.
+    /// Checks the facts that an answerer has sent. It should be the process `to`.
     ///
     /// # Errors
     ///
-    /// As [`check_caller`](Self::check_caller).
+    /// Same as [`check_caller`](Self::check_caller).
     pub(crate) fn check_answerer(&self, facts: &[u8], to: ProcessId) -> Result<(), TransportError> {
         self.check(to, facts)?;
         let found = u32_at(facts, 0);
@@ -140,7 +141,7 @@ impl Party {
         Ok(())
     }
 
-    /// Returns the reason why an end was refused, in words.
+    /// Returns a text that explains why a handshake was refused.
     pub(crate) fn why(&self, refusal: Refusal) -> String {
         match refusal {
             Refusal::Stranger => "the program there is not of mpmd".to_owned(),
@@ -169,7 +170,7 @@ impl Party {
     }
 }
 
-/// Returns the process that these are the facts about.
+/// Returns the id of the process that sent `facts`.
 pub(crate) fn process(facts: &[u8]) -> ProcessId {
     ProcessId(u32_at(facts, 0))
 }
@@ -187,7 +188,7 @@ mod tests {
         Party::new(magic, ProcessId(process), processes, epoch, [7; 32])
     }
 
-    /// Carries the messages of a handshake between its ends until both are done.
+    /// Passes the messages of a handshake between its two ends until both are done.
     fn complete(caller: &mut Handshake, answerer: &mut Handshake) {
         while !caller.is_done() || !answerer.is_done() {
             answerer.take(&caller.say()).unwrap();

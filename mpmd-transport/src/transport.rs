@@ -19,48 +19,49 @@ use mpmd_proto::wire::{Header, MAX_CONTROL_BYTES, MessageKind, ProcessId};
 /// [`share_devices`](Self::share_devices), [`drive`](Self::drive), [`park`](Self::park) and
 /// [`shutdown`](Self::shutdown).
 pub trait Transport: Send + Sync {
-    /// Returns the transport's name as the user writes it (`tcp`, `inproc`).
+    /// Returns the transport's name in options and environment variables, such as `tcp`.
     fn name(&self) -> &'static str;
 
-    /// This process's id.
+    /// Returns this process's id.
     fn process(&self) -> ProcessId;
 
     /// Returns the number of processes in the job.
     fn processes(&self) -> usize;
 
-    /// Returns true if payloads between this process and `peer` stay where they are (zero-copy
-    /// transfer, [`Payload::Lent`]). Both sides give the same answer.
+    /// Returns true if a payload between this process and `peer` stays in the sender's memory: a
+    /// zero-copy transfer, [`Payload::Lent`]. Both processes get the same answer.
     ///
-    /// Such a message costs its receiver no memory at any size, and need not wait until the
-    /// receiver has room. Its ticket ends when the receiver has dropped the payload, which may
-    /// never happen, or earlier if the payload is not this process's memory.
-    /// [`Transport::shutdown`] does not wait for that. A payload that is the receiver's own memory
-    /// arrives as [`Payload::Inline`].
+    /// A lent payload takes no memory of the receiver, so a message of any size can be sent at
+    /// once. Its ticket ends when the receiver has dropped the payload, which may never happen. If
+    /// the payload is not this process's memory, the ticket ends earlier. [`Transport::shutdown`]
+    /// does not wait for lent payloads. A payload that is the receiver's own memory arrives as
+    /// [`Payload::Inline`].
     fn zero_copy(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }
 
     /// Returns true if zero-copy transfers with `peer` also work for memory of
-    /// [devices](mpmd_memory::DevicePlace). Both processes must have such devices; the payload is
-    /// then a [`Payload::Lent`] with a [`SharedBuffer::device`]. It may be sent before the work
-    /// that fills it has finished ([`SharedBuffer::ready`]).
+    /// [devices](mpmd_memory::DevicePlace). Both processes must have such devices. The payload is
+    /// then a [`Payload::Lent`] with a [`SharedBuffer::device`]. It may be sent before the device
+    /// work that writes it has finished ([`SharedBuffer::ready`]).
     ///
-    /// Both sides give the same answer, which is known once [`Transport::share_devices`] has
+    /// Both processes get the same answer, which is known once [`Transport::share_devices`] has
     /// returned. True only if [`zero_copy`](Self::zero_copy) is true.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }
 
-    /// Finds out with which peers device memory can be shared. Every process that has devices calls
-    /// this at most once, before [`Transport::start`]. `with` says for each process if it has
-    /// devices. Blocks until those processes have called it too, for at most `peer_timeout`.
+    /// Finds out with which peers this process can share device memory. Every process that has
+    /// devices calls this at most once, before [`Transport::start`]. `with` is true for each
+    /// process that has devices. Blocks until these processes have called it too, for at most
+    /// `peer_timeout`.
     ///
     /// # Errors
     ///
-    /// If a peer does not answer in time. It is no error that devices cannot be shared: payloads
-    /// then take another way.
+    /// If a peer does not answer in time. A peer that cannot share device memory is no error: its
+    /// payloads are copied through host memory.
     fn share_devices(
         &self,
         sharing: Arc<dyn DeviceSharing>,
@@ -71,39 +72,39 @@ pub trait Transport: Send + Sync {
         Ok(())
     }
 
-    /// Returns the arena that buffers must come from so that they can be sent without a copy. Must
-    /// be asked for before the first buffer is created. `None` if any memory will do.
+    /// Returns the arena from which buffers must be allocated to be sent without a copy. `None` if
+    /// the transport can send any memory so. Call it before the first buffer is created.
     fn arena(&self) -> Option<Arena> {
         None
     }
 
-    /// Returns the number of bytes of this process's memory that `peer` has borrowed. 0 without
-    /// zero-copy transfers.
+    /// Returns the number of bytes that `peer` has borrowed from this process. 0 for transports
+    /// that lend no memory.
     fn lent_to(&self, peer: ProcessId) -> u64 {
         let _ = peer;
         0
     }
 
-    /// Returns the number of bytes of `peer`'s memory that this process has borrowed. 0 without
-    /// zero-copy transfers.
+    /// Returns the number of bytes that this process has borrowed from `peer`. 0 for transports
+    /// that lend no memory.
     fn borrowed_from(&self, peer: ProcessId) -> u64 {
         let _ = peer;
         0
     }
 
-    /// Starts deliveries to `handler`. Messages that arrived before are delivered first.
+    /// Starts deliveries to `handler`, beginning with the messages that have already arrived.
     ///
     /// # Panics
     ///
-    /// If it was called before.
+    /// If called twice.
     fn start(&self, handler: Arc<dyn Handler>);
 
     /// Queues a message to `to`. Never blocks, and never calls the handler itself.
     ///
     /// `payload` must have exactly [`Header::payload_bytes`] bytes. The transport keeps it until it
-    /// calls [`Handler::done`]: exactly once for every ticket except [`Ticket::NONE`], even if the
-    /// peer is gone. [`MessageKind::Data`] never delays other kinds. After [`Transport::shutdown`]
-    /// has returned, messages are dropped silently.
+    /// calls [`Handler::done`]. It does so exactly once for every ticket except [`Ticket::NONE`],
+    /// even if the peer is gone. [`MessageKind::Data`] never delays other kinds. After
+    /// [`Transport::shutdown`] has returned, messages are dropped silently.
     ///
     /// # Panics
     ///
@@ -111,19 +112,19 @@ pub trait Transport: Send + Sync {
     /// the header's. Also if a kind other than `Data` carries more than [`MAX_CONTROL_BYTES`].
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket);
 
-    /// Drives the transport for a moment on the calling thread, and may call the handler. Returns
-    /// true if it did any work.
+    /// Moves messages on the calling thread without waiting, and may call the handler. Returns true
+    /// if it did any work.
     ///
-    /// If waiting threads can drive the transport ([`Transport::parking`]), they call this
-    /// repeatedly and see a message without being woken by another thread. Other transports do
-    /// nothing here.
+    /// A waiting thread calls this repeatedly if the transport supports it (see
+    /// [`Transport::parking`]). It then sees a message without being woken by another thread. Other
+    /// transports do nothing here.
     fn progress(&self) -> bool {
         false
     }
 
-    /// Drives the transport on the calling thread while `again` returns true. `again` is called
-    /// before each [`progress`](Self::progress). Meanwhile peers need not wake a thread of this
-    /// process. A message that arrives during the last call of `again` is still taken in before
+    /// Calls [`progress`](Self::progress) on the calling thread as long as `again` returns true.
+    /// `again` is called before each `progress`. Meanwhile peers need not wake a thread of this
+    /// process. A message that arrives during the last call of `again` is still delivered before
     /// this returns.
     fn drive(&self, again: &mut dyn FnMut() -> bool) {
         while again() {
@@ -131,70 +132,73 @@ pub trait Transport: Send + Sync {
         }
     }
 
-    /// Returns the value to pass to [`Transport::park`], or `None` if a waiting thread cannot drive
-    /// the transport while it sleeps. The caller takes it before it checks its condition for the
-    /// last time.
+    /// Returns the value to pass to [`Transport::park`]. Call it before the last check of the
+    /// condition that the thread waits for. `None` if this transport cannot be driven by a waiting
+    /// thread.
     fn parking(&self) -> Option<Parking> {
         None
     }
 
-    /// Sleeps until a message arrives, [`Transport::wake`] is called, or `deadline` has come; then
-    /// drives the transport for a moment. Returns at once if a message or wake came after `parking`
-    /// was taken. May return early.
+    /// Sleeps until a message arrives, [`Transport::wake`] is called, or `deadline` is reached.
+    /// Then moves messages without waiting. Returns at once if a message arrived or `wake` was
+    /// called since `parking` was taken. May return early.
     fn park(&self, parking: Parking, deadline: Instant) {
         let _ = (parking, deadline);
     }
 
-    /// Ends every [`Transport::park`] with a `parking` from before this call. Cheap if no thread is
-    /// parked.
+    /// Ends every [`Transport::park`] whose `parking` value was taken before this call. Cheap if no
+    /// thread is parked.
     fn wake(&self) {}
 
-    /// Tells the transport that `peer` is gone, so that it need not wait for it any more. Does not
-    /// block. The promises to the handler stay the same.
+    /// Tells the transport that `peer` is gone, so that it stops waiting for the peer. Does not
+    /// block. All guarantees to the handler still hold.
     ///
-    /// Transports that detect a lost peer quickly by themselves do nothing.
+    /// A transport that itself detects a lost peer quickly does nothing.
     fn give_up(&self, peer: ProcessId, why: &str) {
         let _ = (peer, why);
     }
 
-    /// Sends the posted messages, then closes. Blocks for `deadline` at most, but a little longer
-    /// if peers are slow to close or while a handler call is in progress. Peers see an orderly end.
+    /// Sends the posted messages, then closes the transport. Blocks for at most `deadline`, or a
+    /// little longer if peers close slowly or a handler call has not returned. Peers see an orderly
+    /// end.
     ///
-    /// Messages continue to arrive meanwhile. Messages posted meanwhile, or cut off by the
-    /// deadline, end with [`TransportError::Closed`]. After it returns, every open ticket has ended
-    /// and the handler is not called again. A second call does nothing. The handler must not call
-    /// it: it would wait for itself.
+    /// Messages from peers continue to arrive meanwhile. Messages that are posted meanwhile, or are
+    /// not sent by the deadline, end with [`TransportError::Closed`]. When this returns, every
+    /// ticket has ended and the handler is not called again. A second call does nothing. The
+    /// handler must not call this: it would wait for itself.
     fn shutdown(&self, deadline: Duration);
 }
 
-/// A point in time for [`Transport::park`], which does not sleep if an event came after it.
+/// A number from [`Transport::parking`]. [`Transport::park`] does not sleep if an event came after
+/// the number was taken.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Parking(pub u32);
 
-/// Identifies a [`Transport::post`] in its [`Handler::done`]. Chosen by the caller.
+/// Identifies a message from [`Transport::post`] to [`Handler::done`]. The caller chooses it.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Ticket(pub u64);
 
 impl Ticket {
-    /// The ticket of messages that need no [`Handler::done`].
+    /// The ticket of a message whose end is not reported to [`Handler::done`].
     pub const NONE: Self = Self(0);
 }
 
-/// Receives the events of a transport. Called on the transport's threads, and on threads that drive
-/// the transport: it must not block.
+/// Receives the events of a transport. The transport's threads call it, and so do threads in
+/// [`Transport::progress`]. It must not block.
 pub trait Handler: Send + Sync {
-    /// A message arrived.
+    /// Handles a message that arrived.
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload);
 
-    /// The transport no longer uses the payload of a posted message: the message has been sent, or
-    /// it never will be.
+    /// Handles the end of a posted message: it has been sent, or will never be. The transport no
+    /// longer uses its payload.
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>);
 
-    /// A peer is gone. It may have died or shut down in order: a transport cannot always tell the
-    /// two apart. A goodbye message that arrived before shows if the end was in order.
+    /// Handles the loss of a peer, which has died or shut down in order. A transport cannot always
+    /// tell the two apart. A goodbye message that arrived before shows that the end was in order.
     ///
-    /// Called at most once for each peer, after everything that arrived from it. Nothing more comes
-    /// from the peer. Its payloads that still wait end with [`TransportError::PeerGone`].
+    /// Called at most once for each peer, after all its messages have been delivered. Nothing more
+    /// arrives from the peer. Its payloads that are not fetched yet end with
+    /// [`TransportError::PeerGone`].
     fn peer_down(&self, peer: ProcessId, why: TransportError);
 }
 
@@ -204,10 +208,10 @@ pub enum Payload {
     Empty,
     /// The bytes are in memory of this process.
     Inline(SharedBuffer),
-    /// The bytes are in the sender's memory and are read there. Dropping this gives them back to
+    /// The bytes are in the sender's memory and are read from there. Dropping this returns them to
     /// the sender.
     Lent(SharedBuffer),
-    /// The bytes have not been received: they wait for a buffer.
+    /// The bytes have not been received yet: they wait until [`Fetch::fetch`] supplies a buffer.
     Waiting(Box<dyn Fetch>),
 }
 
@@ -222,19 +226,20 @@ impl Payload {
     }
 }
 
-/// Payload bytes of a received message that wait for a buffer. Dropping this discards the bytes.
+/// A payload whose bytes have not been received because they need a buffer. Dropping this discards
+/// them.
 pub trait Fetch: Send {
-    /// Returns the number of bytes.
+    /// Returns the payload's length in bytes.
     fn bytes(&self) -> u64;
 
     /// Reads the payload into `into`, which must have exactly [`bytes`](Self::bytes) bytes. Then
-    /// calls `then` once, on any thread: perhaps on this one, before this returns. Does not wait
-    /// for the peer.
+    /// calls `then` once, on any thread, perhaps on this one before this returns. Does not wait for
+    /// the peer.
     fn fetch(self: Box<Self>, into: OwnedBuffer, then: FetchDone);
 }
 
-/// Payload bytes in memory that this process can read. They are copied when they are fetched, and
-/// freed at once.
+/// A payload in memory that this process can read. A fetch copies the bytes and frees that memory
+/// at once.
 pub(crate) struct CopyOut(pub(crate) SharedBuffer);
 
 impl Fetch for CopyOut {
@@ -249,10 +254,10 @@ impl Fetch for CopyOut {
     }
 }
 
-/// Called with the filled buffer, or with the error that prevented filling it.
+/// A callback for a fetch. It gets the filled buffer, or the error that prevented filling it.
 pub type FetchDone = Box<dyn FnOnce(Result<OwnedBuffer, TransportError>) + Send>;
 
-/// The reason why a message could not be moved.
+/// The reason why a message could not be sent or received.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransportError {
@@ -261,7 +266,7 @@ pub enum TransportError {
     PeerGone {
         /// The peer.
         peer: ProcessId,
-        /// The connection's error.
+        /// The reason for the end of the connection.
         why: String,
     },
     /// The peer sent bytes that are not a valid message. The connection is closed.
@@ -269,39 +274,39 @@ pub enum TransportError {
     Protocol {
         /// The peer.
         peer: ProcessId,
-        /// The fault.
+        /// The fault of the bytes, for messages.
         why: String,
     },
-    /// This process could not do its part (sockets, addresses, limits).
+    /// An operation of this process failed because of its environment, such as a lack of sockets.
     #[error("{doing} failed: {why}")]
     Environment {
-        /// The failed operation.
+        /// The operation that failed, for messages.
         doing: String,
         /// The system's error.
         why: String,
     },
-    /// Something did not happen within the peer timeout.
+    /// An event did not happen within the peer timeout.
     #[error("{event} took longer than {peer_timeout:?}")]
     TimedOut {
-        /// The awaited event.
+        /// The event that did not happen, for messages.
         event: String,
-        /// The timeout.
+        /// The peer timeout that was exceeded.
         peer_timeout: Duration,
     },
-    /// The transport cannot be used in this program, or on this machine.
+    /// The transport is not compiled into this program, or does not work on this machine.
     #[error("the transport {transport} is not available: {why}")]
     Unavailable {
         /// The transport's name.
         transport: &'static str,
-        /// The missing thing, and how to get it.
+        /// The reason, with the missing thing and how to get it.
         why: String,
     },
-    /// The transport is shut down.
+    /// The operation was ended because this process's transport was shut down.
     #[error("the transport is shut down")]
     Closed,
 }
 
-/// Checks the conditions of [`Transport::post`]; panics if the caller breaks one.
+/// Checks that the arguments of [`Transport::post`] are valid; panics if they are not.
 pub(crate) fn check_post(
     transport: &dyn Transport,
     to: ProcessId,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Formats a number of bytes, as `512 B`, `4.0 KiB` or `1.5 GiB`.
+/// Formats a number of bytes, for example as `512 B`, `4.0 KiB` or `1.5 GiB`.
 pub fn bytes_text(bytes: u64) -> String {
     let mut amount = bytes as f64;
     if bytes < 1024 {
@@ -20,10 +20,10 @@ pub fn bytes_text(bytes: u64) -> String {
     format!("{amount:.1} {unit}")
 }
 
-/// The error of a text that is no number of bytes.
+/// The error of a text that is not a valid number of bytes.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ByteCountError {
-    /// The text.
+    /// The invalid text.
     pub text: String,
 }
 
@@ -39,11 +39,11 @@ impl fmt::Display for ByteCountError {
 
 impl std::error::Error for ByteCountError {}
 
-/// Parses a number of bytes with an optional unit KiB, MiB or GiB, as `0.5GiB`.
+/// Parses a number of bytes with an optional unit KiB, MiB or GiB, such as `0.5GiB`.
 ///
 /// # Errors
 ///
-/// If the text is no such number, or the number is too large.
+/// If the text is not such a number, or the number is too large.
 pub fn parse_bytes(text: &str) -> Result<u64, ByteCountError> {
     let units = [("KiB", 1u64 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
     let found = units

@@ -17,12 +17,12 @@ pub use bytes::{ByteCountError, bytes_text, parse_bytes};
 use serde::{Deserialize, Serialize};
 pub use stop::{StopRequest, StopRequests};
 
-/// The number of an operating-system process of the job, counted from 0.
+/// The number of a process in the job, counted from 0.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct ProcessId(pub u32);
 
 impl ProcessId {
-    /// Returns the number as an index into lists with one entry for each process.
+    /// Returns the number as an index into lists with one element per process.
     pub fn index(self) -> usize {
         self.0 as usize
     }

@@ -2,31 +2,32 @@
 
 use std::time::{Duration, Instant};
 
-/// Time from the first signal of a request in which further ones belong to it. `timeout` and
-/// systemd signal a launcher and its processes, and the launcher passes its signal on.
+/// Time after a request's first signal in which more signals count as the same request. A request
+/// may cause several signals: `timeout` and systemd signal a launcher and its processes, and the
+/// launcher passes its signal on.
 const SAME_REQUEST: Duration = Duration::from_secs(2);
 
-/// A user's requests to stop, as this process gets them by signals.
+/// Groups the stop signals that this process receives into a user's requests to stop.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StopRequests {
-    /// The time of the first signal of the last request.
+    /// The time of the first signal of the latest request.
     began: Option<Instant>,
 }
 
 /// The meaning of a signal that asks to stop.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum StopRequest {
-    /// The first request: end in order.
+    /// The first request: the process should end in order.
     First,
-    /// The request before, once more: nothing to do.
+    /// Another signal of the latest request: there is nothing to do.
     Same,
-    /// A further request: end at once.
+    /// A second or later request: the process should end at once.
     Again,
 }
 
 impl StopRequests {
-    /// Takes a signal that has come at `now`. A signal within two seconds of the first one of a
-    /// request belongs to that request.
+    /// Returns the meaning of a signal received at `now`. A signal within two seconds of a
+    /// request's first signal belongs to that request.
     pub fn take(&mut self, now: Instant) -> StopRequest {
         let request = match self.began {
             None => StopRequest::First,

@@ -51,35 +51,36 @@ pub mod token;
 
 use crate::token::{Token, are_equal};
 
-/// Bytes of the hello and of the answer up to the version.
+/// Length in bytes of the start of a hello, up to the version. `ANSWER_HEAD` is that of an answer.
 const HELLO_HEAD: usize = 10;
 const ANSWER_HEAD: usize = 12;
 const NONCE_BYTES: usize = 32;
 const PROOF_BYTES: usize = 32;
 
-/// The second field of an answer.
+/// Values of the second field of an answer: the caller has the same version, or another one.
 const SAME_VERSION: u16 = 0;
 const OTHER_VERSION: u16 = 1;
 
-/// Labels of the proofs.
+/// Labels that are part of the proofs, so that no proof can be used for another message.
 const ANSWER: &[u8] = b"mpmd handshake: answer\0";
 const CALL: &[u8] = b"mpmd handshake: call\0";
 const WELCOME: &[u8] = b"mpmd handshake: welcome\0";
 const SECRET: &[u8] = b"mpmd handshake: secret\0";
 
-/// A protocol that begins with a handshake.
+/// A protocol whose connections begin with a handshake: its magic, version and facts.
 #[derive(Clone, Copy)]
 pub struct Protocol {
-    /// The first bytes of every connection of the protocol.
+    /// The magic: the first bytes of every connection of the protocol.
     pub magic: [u8; 8],
     /// The version of the protocol that this process speaks.
     pub version: u16,
-    /// Lengths in bytes of the facts about the caller and about the answerer.
+    /// Length in bytes of the data about itself (facts) that the caller sends, and that the
+    /// answerer sends.
     pub facts: [usize; 2],
 }
 
 impl Protocol {
-    /// Returns the length of a hello in bytes.
+    /// Returns the length of the hello, the caller's first message, in bytes.
     pub const fn hello_bytes(&self) -> usize {
         HELLO_HEAD + NONCE_BYTES + self.facts[0]
     }
@@ -90,21 +91,22 @@ impl Protocol {
     }
 }
 
-/// The reason why the other end is refused.
+/// The reason why this end refuses the other end.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Refusal {
-    /// It speaks another protocol, or nonsense.
+    /// The other end speaks another protocol, or sends invalid bytes.
     Stranger,
-    /// It speaks version `theirs` of the protocol. An answerer tells it: [`Handshake::say`].
+    /// The other end speaks version `theirs` of the protocol. An answerer then sends its own
+    /// version, see [`Handshake::say`].
     OtherVersion {
         /// The version of the other end.
         theirs: u16,
     },
-    /// It does not know the token.
+    /// The other end does not know the token.
     WrongProof,
 }
 
-/// The message that an end waits for.
+/// The message of the other end that this end waits for.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Awaits {
     Hello,
@@ -114,27 +116,29 @@ enum Awaits {
     Nothing { done: bool },
 }
 
-/// One end of a handshake.
+/// One end of a handshake, without I/O.
 #[derive(Clone)]
 pub struct Handshake {
     protocol: Protocol,
     token: Token,
     is_caller: bool,
     awaits: Awaits,
-    /// The hello and the answer without its proof; only the own one until the other is known.
+    /// The hello and the answer without its proof, which the proofs cover. Only this end's own
+    /// message until the other has arrived.
     said: Vec<u8>,
-    /// The first bytes of the awaited message.
+    /// The bytes of the awaited message that have arrived.
     heard: Vec<u8>,
-    /// Bytes to be sent.
+    /// Bytes that must be sent to the other end.
     reply: Vec<u8>,
 }
 
 impl Handshake {
-    /// Creates the caller's end. `nonce` is 32 random bytes that no other handshake has.
+    /// Creates the end of a caller, which opened the connection. `nonce` is 32 random bytes that no
+    /// other handshake has. `facts` is data about this process.
     ///
     /// # Panics
     ///
-    /// If `facts` do not have the protocol's length; also [`answer`](Self::answer).
+    /// If the length of `facts` is not that of the protocol; also in [`answer`](Self::answer).
     pub fn call(protocol: Protocol, token: Token, nonce: [u8; 32], facts: &[u8]) -> Self {
         assert_eq!(
             facts.len(),
@@ -161,7 +165,7 @@ impl Handshake {
         }
     }
 
-    /// Creates the answerer's end. `nonce` is as for [`call`](Self::call).
+    /// Creates the end of an answerer. `nonce` and `facts` are as in [`call`](Self::call).
     pub fn answer(protocol: Protocol, token: Token, nonce: [u8; 32], facts: &[u8]) -> Self {
         assert_eq!(
             facts.len(),
@@ -185,27 +189,28 @@ impl Handshake {
         }
     }
 
-    /// Takes the bytes that are to be sent to the other end now.
+    /// Returns and removes the bytes that must be sent to the other end now.
     pub fn say(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.reply)
     }
 
-    /// Returns the number of bytes to read next. Read no more: later bytes may not belong to the
-    /// handshake. 0 if the handshake is over.
+    /// Returns the number of bytes to read next; 0 if the handshake is over. The caller must not
+    /// read more, because later bytes may not belong to the handshake.
     pub fn wants(&self) -> usize {
         self.awaited_bytes() - self.heard.len()
     }
 
-    /// Returns true once both ends have proved themselves, and the caller knows that.
+    /// Returns true once both ends have proved that they know the token, and the caller knows that.
     pub fn is_done(&self) -> bool {
         self.awaits == Awaits::Nothing { done: true }
     }
 
-    /// Takes bytes of the other end, in any pieces. After an error no more bytes are accepted.
+    /// Handles bytes from the other end, which may arrive in any pieces. After an error no more
+    /// bytes are accepted.
     ///
     /// # Errors
     ///
-    /// If the other end is refused. More bytes than the handshake has are a stranger's.
+    /// If this end refuses the other. An end that sends too many bytes is refused as a stranger.
     pub fn take(&mut self, bytes: &[u8]) -> Result<(), Refusal> {
         let mut rest = bytes;
         while !rest.is_empty() {
@@ -221,7 +226,7 @@ impl Handshake {
         Ok(())
     }
 
-    /// Ends the handshake. Only an end of another version gets a last reply.
+    /// Ends the handshake with a refusal. Only an end of another version gets a last reply.
     fn refuse(&mut self, refusal: Refusal) -> Refusal {
         self.awaits = Awaits::Nothing { done: false };
         self.heard.clear();
@@ -231,11 +236,12 @@ impl Handshake {
         refusal
     }
 
-    /// Takes a packet, which must be one message, and returns the reply.
+    /// Handles a packet from the other end, which must be one message, and returns the reply.
     ///
     /// # Errors
     ///
-    /// As [`take`](Self::take). A reply to another version is left for [`say`](Self::say).
+    /// Same as [`take`](Self::take). A reply to an end of another version is left for
+    /// [`say`](Self::say).
     pub fn take_packet(&mut self, packet: &[u8]) -> Result<Vec<u8>, Refusal> {
         self.take(packet)?;
         if packet.is_empty() || !self.heard.is_empty() {
@@ -244,7 +250,7 @@ impl Handshake {
         Ok(self.say())
     }
 
-    /// Returns the facts about the other end, once it has proved itself.
+    /// Returns the facts about the other end once it has proved that it knows the token.
     pub fn proved_facts(&self) -> Option<&[u8]> {
         let hello = self.protocol.hello_bytes();
         match self.awaits {
@@ -256,17 +262,17 @@ impl Handshake {
         }
     }
 
-    /// Returns the caller's hello, once it is known.
+    /// Returns the caller's hello. An answerer must not call this before the hello has arrived.
     pub fn hello(&self) -> &[u8] {
         &self.said[..self.protocol.hello_bytes()]
     }
 
-    /// Returns a secret that only the two ends of this handshake know, once it knows both nonces.
+    /// Returns a secret of this handshake that only its two ends know. Both nonces must be known.
     pub fn secret(&self) -> [u8; 32] {
         self.token.mac(&[SECRET, &self.said])
     }
 
-    /// Returns the length of the awaited message, as far as it is known yet.
+    /// Returns the length of the awaited message in bytes, as far as it is known yet.
     fn awaited_bytes(&self) -> usize {
         match self.awaits {
             Awaits::Hello if self.heard.len() < HELLO_HEAD => HELLO_HEAD,
@@ -278,7 +284,8 @@ impl Handshake {
         }
     }
 
-    /// Checks the bytes heard. After a whole message, makes the reply and awaits the next message.
+    /// Checks the bytes that have arrived. After a complete message, makes the reply and waits for
+    /// the next message.
     fn check(&mut self) -> Result<(), Refusal> {
         match (self.awaits, self.heard.len()) {
             (Awaits::Hello, HELLO_HEAD) | (Awaits::Answer, ANSWER_HEAD) => self.check_head()?,

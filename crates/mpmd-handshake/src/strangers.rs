@@ -5,16 +5,17 @@ use std::collections::VecDeque;
 use parking_lot::Mutex;
 use tokio::task::AbortHandle;
 
-/// Number of a connection at its listener.
+/// The number of a connection, given by its listener.
 pub type Link = u64;
 
-/// The tasks that serve strangers. When there are more than `most`, the oldest is aborted.
+/// The tasks of connections whose other end has not proved yet that it knows the token (strangers).
+/// Above the limit `most`, the oldest task is aborted.
 pub struct Strangers {
     most: usize,
     waiting: Mutex<VecDeque<WaitingStranger>>,
 }
 
-/// A connection with an end that has not proved yet that it knows the token.
+/// A connection whose other end has not proved yet that it knows the token.
 struct WaitingStranger {
     link: Link,
     task: AbortHandle,
@@ -29,8 +30,8 @@ impl Strangers {
         }
     }
 
-    /// Adds a stranger, and aborts the oldest one if there are too many. Must be called before
-    /// `task` runs for the first time.
+    /// Adds the connection of a stranger, which `task` serves. Aborts the oldest task if there are
+    /// too many. Must be called before `task` runs for the first time.
     pub fn add(&self, link: Link, task: AbortHandle) {
         let mut waiting = self.waiting.lock();
         waiting.push_back(WaitingStranger { link, task });
@@ -41,8 +42,8 @@ impl Strangers {
         }
     }
 
-    /// Removes a connection that is proved or closed. Returns false if it is not
-    /// there, because it was aborted as the oldest.
+    /// Removes a connection whose other end has proved itself or that is closed. Returns false if
+    /// its task was aborted before as the oldest.
     pub fn remove(&self, link: Link) -> bool {
         let mut waiting = self.waiting.lock();
         let at = waiting.iter().position(|stranger| stranger.link == link);

@@ -9,15 +9,15 @@ use tokio::time::timeout;
 
 use super::{Handshake, Refusal};
 
-/// Time limit for an end of another version to read the answer and to close.
+/// Time limit for an end of another version to read the last reply and close the connection.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Runs a handshake to its end. Reads no byte that follows it. Has no deadline of its own. Not
-/// cancel safe: the connection is of no use then.
+/// Runs a handshake to its end over a TCP stream. Reads no byte beyond it. Has no deadline. Not
+/// cancel safe: a cancelled handshake leaves the connection unusable.
 ///
 /// # Errors
 ///
-/// If the connection fails or ends. The inner error is a refusal by this end.
+/// If the connection fails or ends. The inner error is a refusal of the other end.
 pub async fn shake_hands(
     stream: &mut TcpStream,
     handshake: &mut Handshake,
@@ -44,8 +44,8 @@ pub async fn shake_hands(
     }
 }
 
-/// Sends the last bytes, and reads until the other end closes: closing with unread bytes could
-/// destroy the bytes that were sent.
+/// Sends the last bytes, then reads until the other end closes. Closing while unread bytes are left
+/// could destroy the bytes that were sent.
 async fn say_goodbye(stream: &mut TcpStream, last: &[u8]) -> io::Result<()> {
     stream.write_all(last).await?;
     stream.shutdown().await?;

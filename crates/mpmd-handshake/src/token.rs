@@ -9,13 +9,13 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use sha2::Sha256;
 use subtle::ConstantTimeEq;
 
-/// A job's secret, which tells its processes from strangers. Its `Debug` output does not show the
-/// secret.
+/// A job's secret, by which its processes recognise each other. The `Debug` output does not show
+/// the secret.
 #[derive(Clone)]
 pub struct Token([u8; 32]);
 
 impl Token {
-    /// Creates a token of these bytes.
+    /// Creates a token from its 32 bytes.
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
@@ -34,8 +34,8 @@ impl Token {
     /// Derives a token from a text that every process of a job knows, such as a cluster's job
     /// number.
     ///
-    /// It keeps apart two jobs that meet at one address by accident. It does not keep out an
-    /// attacker that can guess `known`. For that, give all processes one [random](Self::random)
+    /// The token keeps two jobs apart that use one address by accident. It does not keep out an
+    /// attacker who can guess `known`. For that, give all processes one [random](Self::random)
     /// token, or a [secret](Self::of_secret).
     pub fn derived(known: &str) -> Self {
         Self::of_secret(b"", known)
@@ -50,8 +50,7 @@ impl Token {
         Self(hmac(secret, &[known.as_bytes()]))
     }
 
-    /// Returns the token as 64 hexadecimal digits, which [`str::parse`] reads. This is the secret
-    /// itself.
+    /// Returns the secret token as 64 hexadecimal digits, which [`str::parse`] reads.
     pub fn to_hex(&self) -> String {
         self.0
             .iter()
@@ -62,7 +61,7 @@ impl Token {
             })
     }
 
-    /// Returns the token's bytes, for the configurations of transports. This is the secret itself.
+    /// Returns the bytes of the secret token, for the configurations of transports.
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
@@ -84,12 +83,12 @@ fn hmac(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
         .into()
 }
 
-/// Returns true if two secrets are equal, in a time that does not depend on the differing bytes.
+/// Compares two secrets in a time that does not depend on which bytes differ.
 pub fn are_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
     one.ct_eq(other).into()
 }
 
-/// Returns random numbers of the operating system. Needs no file descriptor.
+/// Returns random bytes from the operating system. Needs no file descriptor.
 pub fn random_bytes() -> io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
     // Linux gives up to 256 bytes at once, even if a signal comes.
@@ -142,18 +141,19 @@ impl fmt::Debug for Token {
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenError {
-    /// The text is not a token: the caller's fault. The error does not show the text.
+    /// The text is not a token. The caller's fault. The error does not show the text, which may be
+    /// a secret.
     #[error(
         "a job token is 64 hexadecimal digits; this is something else, {digits} characters long"
     )]
     Malformed {
-        /// The text's length in bytes, without surrounding spaces.
+        /// The length of the text in bytes, without surrounding spaces.
         digits: usize,
     },
-    /// No random numbers could be read: the operating system's fault.
+    /// The operating system gave no random numbers. Its fault.
     #[error("the operating system gives no random numbers for a job token: {why}")]
     NoRandomness {
-        /// The system's error.
+        /// The system's error, as text.
         why: String,
     },
 }

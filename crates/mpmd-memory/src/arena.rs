@@ -13,13 +13,13 @@ use mpmd_base::block::Mutex;
 use super::{DeviceAllocator, DeviceMemory};
 use segment::{Segment, check_file_limit};
 
-/// The smallest file size limit, in bytes, with which a process shares memory. With a lower limit
-/// most programs would not fit.
+/// The smallest file size limit, in bytes, under which a process shares memory. Under a lower
+/// limit, most programs would run out of memory.
 const LEAST_FILE: u64 = 1 << 30;
 
-/// The source of segments for all pools of a process. Clones are the same arena.
+/// The source of memory segments for all pools of a process. A clone refers to the same arena.
 ///
-/// Other processes can map segments of a *shared* arena for reading, once they have been given
+/// Other processes can map the segments of a *shared* arena for reading, once they have received
 /// them.
 #[derive(Clone)]
 pub struct Arena {
@@ -33,7 +33,7 @@ pub(super) struct ArenaInner {
     retired: Mutex<Vec<Retired>>,
     reclaim: Arc<OnceLock<Reclaim>>,
     on_segment: OnceLock<OnSegment>,
-    /// Number of freed device segments that still have their memory, because peers may have it
+    /// Number of freed device segments whose memory is not freed yet, because peers may have it
     /// open.
     leaving: Arc<AtomicUsize>,
     pin: OnceLock<Pin>,
@@ -41,19 +41,19 @@ pub(super) struct ArenaInner {
 
 /// The kind of memory of an arena's segments.
 enum ArenaKind {
-    /// Memory of this process alone.
+    /// Memory that only this process can map.
     Private,
-    /// Files in memory, which other processes can map.
+    /// Files in memory, which other processes can map too.
     Shared,
-    /// Memory of a device.
+    /// Memory of a device, from this allocator.
     Device(Arc<dyn DeviceAllocator>),
 }
 
-/// A freed segment that peers may not have been told about yet.
+/// A freed segment. The peers may not have been told about it yet.
 pub struct Retired {
     /// The number that the segment had in its arena.
     pub number: u32,
-    /// The segment's device memory, if it had any: peers may still have it open.
+    /// The segment's device memory, which peers may still have open; `None` for host memory.
     pub memory: Option<Leaving>,
 }
 
@@ -74,9 +74,9 @@ impl Drop for Leaving {
 type Reclaim = Box<dyn Fn() + Send + Sync>;
 type OnSegment = Box<dyn Fn(&Arc<Segment>) + Send + Sync>;
 
-/// Pins the pages of a new mapping for devices, given its (address, length in bytes). The pages
-/// stay pinned until the result is dropped. Returns `None` if they are not to be pinned, or cannot
-/// be.
+/// Pins the pages of a new mapping for devices. The arguments are its address and its length in
+/// bytes. The pages stay pinned until the result is dropped. Returns `None` if the pages should not
+/// or cannot be pinned.
 pub type Pin = Box<dyn Fn(usize, usize) -> Option<Box<dyn Any + Send + Sync>> + Send + Sync>;
 
 impl Arena {
@@ -90,8 +90,8 @@ impl Arena {
         Self::new(ArenaKind::Device(allocator))
     }
 
-    /// Creates an arena in the memory of a device, to be used beside this one. If either is short
-    /// of memory, it reclaims the blocks that peers have finished with in the same way.
+    /// Creates an arena in the memory of a device, for use beside this arena. When either arena is
+    /// short of memory, the same function reclaims the blocks that peers no longer use.
     pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
         let kind = ArenaKind::Device(allocator);
         let reclaim = self.inner.reclaim.clone();
@@ -118,7 +118,7 @@ impl Arena {
         }
     }
 
-    /// Maps a new segment of `bytes` bytes of the arena's kind of memory. Host memory is pinned if
+    /// Maps a new segment of `bytes` bytes of the arena's kind of memory. Pins host memory if
     /// [`Arena::on_map`] was called.
     pub(super) fn map(&self, bytes: usize) -> io::Result<Arc<Segment>> {
         let segment = match &self.inner.kind {
@@ -142,13 +142,13 @@ impl Arena {
         Ok(segment)
     }
 
-    /// Sets the function that pins the pages of segments for devices. It applies to segments mapped
-    /// from now on. Only the first call counts.
+    /// Sets the function that pins the pages of segments for devices. It is called for segments
+    /// that are mapped later. Only the first call counts.
     pub fn on_map(&self, pin: Pin) {
         let _ = self.inner.pin.set(pin);
     }
 
-    /// Returns true if segments are memory of a device.
+    /// Returns true if the segments are memory of a device.
     pub(super) fn is_device(&self) -> bool {
         matches!(self.inner.kind, ArenaKind::Device(_))
     }
@@ -158,7 +158,7 @@ impl Arena {
         std::ptr::eq(other.as_ptr(), Arc::as_ptr(&self.inner))
     }
 
-    /// Returns a new segment number, unique among those that this process gives to peers.
+    /// Returns a new segment number, by which peers tell this process's segments apart.
     pub(super) fn next_number(&self) -> u32 {
         self.inner.next.fetch_add(1, Ordering::Relaxed)
     }
@@ -167,36 +167,36 @@ impl Arena {
         Arc::downgrade(&self.inner)
     }
 
-    /// Sets the function that a pool calls before it asks the system for more memory. It may bring
-    /// back blocks that were lent. It may run on any thread, while any locks except the pools' are
-    /// held. Only the first call counts.
+    /// Sets the function that a pool calls before it asks the system for more memory. The function
+    /// may reclaim lent blocks. It may run on any thread, also on one that holds locks other than a
+    /// pool's. Only the first call counts.
     pub fn on_shortage(&self, reclaim: impl Fn() + Send + Sync + 'static) {
         // A second transport over one arena has nothing lent yet.
         let _ = self.inner.reclaim.set(Box::new(reclaim));
     }
 
     /// Sets the function that is called with each new segment that other processes can map, before
-    /// its first block is used. It may run on any thread, while any locks except the pools' are
-    /// held. Only the first call counts.
+    /// its first block is used. It may run on any thread, also on one that holds locks other than a
+    /// pool's. Only the first call counts.
     pub fn on_segment(&self, told: impl Fn(&Arc<Segment>) + Send + Sync + 'static) {
         let _ = self.inner.on_segment.set(Box::new(told));
     }
 
-    /// Calls the function of [`Arena::on_shortage`], if one is set: it brings back the blocks that
-    /// peers have finished with.
+    /// Calls the function of [`Arena::on_shortage`], if one is set. The function reclaims blocks
+    /// that peers no longer use.
     pub(super) fn reclaim(&self) {
         if let Some(reclaim) = self.inner.reclaim.get() {
             reclaim();
         }
     }
 
-    /// Returns true if freed device segments still have their memory, because peers may have it
-    /// open.
+    /// Returns true if the memory of a freed device segment is not freed yet, because peers may
+    /// have it open.
     pub(super) fn has_leaving(&self) -> bool {
         self.inner.leaving.load(Ordering::Acquire) > 0
     }
 
-    /// Takes the freed segments that peers have not been told about. Each is returned once.
+    /// Returns and removes the freed segments that peers have not been told about.
     pub fn take_retired(&self) -> Vec<Retired> {
         std::mem::take(&mut self.inner.retired.lock())
     }
@@ -215,7 +215,7 @@ impl ArenaInner {
         }
     }
 
-    /// Records that a segment was freed. A device's memory is freed once no peer has it open.
+    /// Records that a segment was freed. Device memory is freed only once no peer has it open.
     pub(super) fn retire(&self, number: u32, memory: Option<Box<dyn DeviceMemory>>) {
         let memory = memory.map(|memory| {
             self.leaving.fetch_add(1, Ordering::Relaxed);

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use super::{Fence, Latch};
 
-/// The largest description of device memory, in bytes.
+/// Largest length of a description of device memory, in bytes.
 pub const MOST_WORDS: usize = 96;
 
 /// A source of segments in a device's memory.
@@ -24,23 +24,23 @@ pub trait DeviceAllocator: Send + Sync {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>>;
 }
 
-/// Memory of a device; freed when dropped.
+/// Memory of a device. Dropping it frees it.
 ///
-/// The caller drops it only when no work of the device uses it any more and no other process has it
+/// It must be dropped only when no work of the device uses it any more and no other process has it
 /// open.
 pub trait DeviceMemory: Any + Send + Sync {
-    /// Returns the device's own address of the memory's first byte. Never 0.
+    /// Returns the address of the memory's first byte on the device. Never 0.
     fn address(&self) -> u64;
 
     /// Returns the memory's length in bytes.
     fn bytes(&self) -> usize;
 
-    /// Returns the index of the memory's device among this process's devices, as the allocator
-    /// numbers them.
+    /// Returns the index of the memory's device among this process's devices. The allocator numbers
+    /// them.
     fn device(&self) -> u32;
 
-    /// Prepares the calling thread for libraries that use this memory and expect the device to be
-    /// the thread's current one.
+    /// Makes the memory's device the current one of the calling thread, for libraries that expect
+    /// this.
     ///
     /// # Errors
     ///
@@ -49,20 +49,21 @@ pub trait DeviceMemory: Any + Send + Sync {
         Ok(())
     }
 
-    /// Returns the description by which other processes of this host open the memory: at most
-    /// [`MOST_WORDS`] bytes, the same at every call. `None` if they cannot open it.
+    /// Returns the description by which other processes of this host open the memory. It has at
+    /// most [`MOST_WORDS`] bytes and is the same at every call. `None` if other processes cannot
+    /// open the memory.
     fn export(&self) -> Option<&[u8]> {
         None
     }
 
-    /// Returns true if the memory lies in another device than [`device`](Self::device), which can
-    /// only access it remotely. The bytes should be copied rather than used in place.
+    /// Returns true if the memory is physically in another device than [`device`](Self::device),
+    /// which accesses it remotely. Copying such bytes is better than using them in place.
     fn is_far(&self) -> bool {
         false
     }
 }
 
-/// Opens memory of other processes' devices, and describes this process's own to them.
+/// Opens memory of other processes' devices, and creates samples of this process's own for them.
 pub trait DeviceSharing: Send + Sync {
     /// Returns the descriptions of sample memory, each at most [`MOST_WORDS`] bytes. Peers try to
     /// open them before memory is lent. The sample memory lives as long as this object.
@@ -72,7 +73,8 @@ pub trait DeviceSharing: Send + Sync {
     /// If this process's devices cannot share memory.
     fn samples(&self) -> io::Result<Vec<Vec<u8>>>;
 
-    /// Returns true if the user has turned sharing off, so that its absence is no surprise.
+    /// Returns true if the user has turned sharing off. The lack of sharing is then no reason for a
+    /// warning.
     fn is_turned_off(&self) -> bool {
         false
     }
@@ -81,31 +83,33 @@ pub trait DeviceSharing: Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the memory that the peer lends could not be opened here.
+    /// If this process could not open memory that the peer lends.
     fn try_sample(&self, sample: &[u8]) -> io::Result<()>;
 
-    /// Opens a peer's memory of `bytes` bytes by its [description](DeviceMemory::export). It is
-    /// closed when the result is dropped. [`export`](DeviceMemory::export) is never called on the
+    /// Opens a peer's memory of `bytes` bytes by its [description](DeviceMemory::export), `words`.
+    /// Dropping the result closes it. [`export`](DeviceMemory::export) is never called on the
     /// result.
     ///
     /// # Errors
     ///
-    /// If the description is invalid here, or no longer valid.
+    /// If the description is not valid on this host, or no longer valid.
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>>;
 }
 
-/// The fence of device memory that a peer lends before it knows if the memory is valid. The peer's
-/// work on it has ended, so devices need not wait for this fence. The peer reports the result once.
+/// The fence of device memory that a peer lends before it knows if the memory is valid. Devices
+/// need not wait for it, because the peer's work on the memory has ended. The peer reports the
+/// result once.
 #[derive(Default)]
 pub struct Landing {
-    /// `Some` holds the failure.
+    /// The result that the peer has reported: `Some(Some(failure))`, or `Some(None)` for valid
+    /// memory.
     ended: OnceLock<Option<String>>,
     over: Latch,
 }
 
 impl Landing {
-    /// Ends the fence with the peer's failure, or `None` if the memory is valid. Also called if the
-    /// peer is gone and will never know. Only the first call counts.
+    /// Ends the fence with the peer's failure, or with `None` if the memory is valid. Also called
+    /// if the peer is gone and will never report. Only the first call counts.
     pub fn pass(&self, failure: Option<String>) {
         let _ = self.ended.set(failure);
         self.over.pass().into_iter().for_each(|then| then());
@@ -131,7 +135,7 @@ impl Fence for Landing {
 pub struct DevicePlace {
     /// Index of the device, as [`DeviceMemory::device`] returns it.
     pub device: u32,
-    /// The device's own address of the first byte.
+    /// The address of the first byte on the device.
     pub address: u64,
     /// The range's length in bytes.
     pub bytes: usize,

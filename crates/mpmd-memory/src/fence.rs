@@ -12,44 +12,44 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-/// A point in a device's work. It is passed once all work before it has finished, well or not.
+/// A point in a device's queue of work. It is passed once all earlier work has succeeded or failed.
 pub trait Fence: Any + Send + Sync {
     /// Returns true if the fence has been passed. Reads one atomic.
     fn is_over(&self) -> bool;
 
-    /// Calls `then` once the fence is passed: now, or on the thread that notices it. `then` must be
-    /// short.
+    /// Calls `then` once the fence is passed: at once, or on the thread that notices it. `then`
+    /// must return quickly.
     fn on_over(&self, then: Box<dyn FnOnce() + Send>);
 
-    /// Returns the work's error, as a message for users. `None` if the fence is not passed, or if
-    /// no error is known.
+    /// Returns the error of the work before the fence, as a message for users. `None` if the fence
+    /// is not passed, or if no error is known.
     fn failure(&self) -> Option<String> {
         None
     }
 
-    /// Returns true if the fence was passed though its work was not over and may never be. Nothing
-    /// waits for that work any more, and its memory is never reused.
+    /// Returns true if the fence was passed although its work may never end. No thread waits for
+    /// that work any more, and its memory is never reused.
     fn is_lost(&self) -> bool {
         false
     }
 
-    /// Returns true if `earlier` is always over when this fence is: both are in one queue, and
-    /// `earlier` was issued before. Then only this one must be kept, and a buffer that a thousand
-    /// calls read has one fence.
+    /// Returns true if `earlier` is always passed when this fence is, because `earlier` was issued
+    /// before in the same queue. Then only this fence must be stored. A buffer that many calls read
+    /// thus keeps one fence per queue.
     fn covers(&self, earlier: &dyn Fence) -> bool {
         let _ = earlier;
         false
     }
 }
 
-/// Fences of one piece of memory, at most one for each queue that uses it.
+/// The fences of the work on one piece of memory, at most one for each queue.
 #[derive(Clone, Default)]
 pub struct Fences(Vec<Arc<dyn Fence>>);
 
 impl Fences {
-    /// Adds `fence`, unless it is over or a stored fence [covers](Fence::covers) it. Drops stored
-    /// fences that are over or that `fence` covers. [Lost](Fence::is_lost) fences are always added
-    /// and kept: their memory must never be reused.
+    /// Adds `fence`, unless it is passed or a stored fence [covers](Fence::covers) it. Drops stored
+    /// fences that are passed or that `fence` covers. [Lost](Fence::is_lost) fences are always
+    /// added and kept: their memory must never be reused.
     pub fn add(&mut self, fence: Arc<dyn Fence>) {
         self.0
             .retain(|known| known.is_lost() || (!known.is_over() && !fence.covers(&**known)));
@@ -60,7 +60,7 @@ impl Fences {
         }
     }
 
-    /// Drops all fences except [lost](Fence::is_lost) ones.
+    /// Drops all fences except [lost](Fence::is_lost) ones, whose work may never end.
     pub(super) fn clear(&mut self) {
         self.0.retain(|fence| fence.is_lost());
     }
@@ -70,28 +70,27 @@ impl Fences {
         self.0.iter().any(|fence| fence.is_lost())
     }
 
-    /// Collects these fences, even those that are over, since they may hold an error.
+    /// Collects `fences`. Keeps even those that are passed, because they may have an error.
     pub fn of(fences: impl IntoIterator<Item = Arc<dyn Fence>>) -> Self {
         Self(fences.into_iter().collect())
     }
 
-    /// Adds the fences of `others` as [`add`](Self::add) does, which leaves out those that are
-    /// over.
+    /// Adds the fences of `others`, except those that are passed, as [`add`](Self::add) does.
     pub fn add_all(&mut self, others: &Self) {
         others.0.iter().for_each(|fence| self.add(fence.clone()));
     }
 
-    /// Iterates over the stored fences. Some of them may be over.
+    /// Iterates over the stored fences. Some of them may already be passed.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Fence>> {
         self.0.iter()
     }
 
-    /// Returns true if all fences are over, or if there are none.
+    /// Returns true if all fences are passed, or if there are none.
     pub fn are_over(&self) -> bool {
         self.0.iter().all(|fence| fence.is_over())
     }
 
-    /// Returns true if the memory may be reused: all fences are over, and none is
+    /// Returns true if the memory may be reused: all fences are passed, and none is
     /// [lost](Fence::is_lost).
     pub(super) fn are_done(&self) -> bool {
         self.0
@@ -99,12 +98,13 @@ impl Fences {
             .all(|fence| fence.is_over() && !fence.is_lost())
     }
 
-    /// Returns the error of the first failed fence, or `None` if no failure is known.
+    /// Returns the error of the first fence that has failed, or `None` if no failure is known.
     pub fn failure(&self) -> Option<String> {
         self.0.iter().find_map(|fence| fence.failure())
     }
 
-    /// Calls `then` once all fences are over: now, or on the thread that notices the last of them.
+    /// Calls `then` once all fences are passed: at once, or on the thread that notices the last
+    /// one.
     pub fn on_over(mut self, then: Box<dyn FnOnce() + Send>) {
         while let Some(fence) = self.0.pop() {
             if !fence.is_over() {
@@ -114,7 +114,7 @@ impl Fences {
         then();
     }
 
-    /// Keeps `memory` until all fences are over, or for ever if one of them is
+    /// Keeps `memory` alive until all fences are passed, or for ever if one of them is
     /// [lost](Fence::is_lost). Does not wait.
     pub(super) fn keep<T: Send + 'static>(self, memory: T) {
         let all = self.clone();

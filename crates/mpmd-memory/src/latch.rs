@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use mpmd_base::block::Mutex;
 
-/// A callback: called once, and must be short.
+/// A callback that is called once and must return quickly.
 type Then = Box<dyn FnOnce() + Send>;
 
-/// The building block of [fences](super::Fence): an event that happens once. Checking it reads one
-/// atomic. Callbacks run on the thread that passes it or, if it has been passed, on the thread that
-/// registers them.
+/// An event that happens once, for implementations of [`Fence`](super::Fence). Checking it reads
+/// one atomic. Callbacks run on the thread that passes the latch. If it is already passed, they run
+/// on the thread that registers them.
 #[derive(Default)]
 pub struct Latch {
     is_passed: AtomicBool,
@@ -18,13 +18,13 @@ pub struct Latch {
 }
 
 impl Latch {
-    /// Returns true if the latch has been passed. Then writes made before [`pass`](Self::pass) are
+    /// Returns true if the latch has been passed. Writes made before [`pass`](Self::pass) are then
     /// visible.
     pub fn is_passed(&self) -> bool {
         self.is_passed.load(Ordering::Acquire)
     }
 
-    /// Calls `then` once the latch is passed: now, or on the thread that runs the callbacks
+    /// Calls `then` once the latch is passed: at once, or on the thread that runs the callbacks
     /// returned by [`Latch::pass`].
     pub fn on_pass(&self, then: Box<dyn FnOnce() + Send>) {
         let mut waiting = self.waiting.lock();
@@ -35,8 +35,8 @@ impl Latch {
         waiting.push(then);
     }
 
-    /// Passes the latch and returns the callbacks. The caller must call them in order, without
-    /// holding a lock. A second call returns none.
+    /// Passes the latch and returns its callbacks. The caller must call them in order, without
+    /// holding a lock. A second call returns no callbacks.
     #[must_use = "the callbacks must be called"]
     pub fn pass(&self) -> Vec<Box<dyn FnOnce() + Send>> {
         let mut waiting = self.waiting.lock();

@@ -45,23 +45,25 @@ pub use pool::{BufferSizes, OutOfMemory, Pool, PoolStats, Reservation};
 use parts::BufferPart;
 use pool::PoolBlock;
 
-/// Alignment of every pool allocation in bytes: a cache line, and enough for any vector load.
+/// Alignment of every pool allocation in bytes: the size of a cache line. It suffices for any
+/// vector load.
 pub const ALIGNMENT: usize = 64;
 
-/// The memory of an owned buffer.
+/// The memory behind an owned buffer.
 enum Backing {
     Block(PoolBlock),
     Part(BufferPart),
     Vec(Vec<u8>),
 }
 
-/// Bytes with one owner, which may write them.
+/// A writable buffer with a single owner.
 ///
-/// Access to the bytes panics if they are in [device memory](OwnedBuffer::device).
+/// Accessing its bytes panics if they are in [device memory](OwnedBuffer::device).
 pub struct OwnedBuffer {
     backing: Backing,
     len: usize,
-    /// Fences of device work that uses the bytes. A writer waits for them first.
+    /// Fences of device work that uses the bytes. Code that writes the bytes must wait for them
+    /// first.
     fences: Fences,
 }
 
@@ -78,7 +80,7 @@ impl OwnedBuffer {
         }
     }
 
-    /// Returns the place of the bytes in device memory, or `None` if they are host memory.
+    /// Returns the address range of the bytes in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         match &self.backing {
             Backing::Block(block) => block.device().map(|place| DevicePlace {
@@ -89,8 +91,8 @@ impl OwnedBuffer {
         }
     }
 
-    /// Binds this thread to the bytes' device, if they are device memory. See
-    /// [`DeviceMemory::bind`].
+    /// Binds this thread to the device whose memory the bytes are in. Does nothing for host memory.
+    /// See [`DeviceMemory::bind`].
     pub fn bind(&self) -> std::io::Result<()> {
         match &self.backing {
             Backing::Block(block) => block.bind(),
@@ -98,7 +100,7 @@ impl OwnedBuffer {
         }
     }
 
-    /// Returns true if these are host bytes in pinned pages, which devices can copy from and to
+    /// Returns true if the bytes are in pinned host pages, which devices can copy from and to
     /// directly.
     pub fn is_pinned(&self) -> bool {
         match &self.backing {
@@ -108,20 +110,20 @@ impl OwnedBuffer {
         }
     }
 
-    /// Returns the fences of device work that may still read or write these bytes. Until all are
-    /// over, do not write the bytes or rely on their content. Does not wait for them.
+    /// Returns the fences of device work that may still read or write these bytes. Do not write the
+    /// bytes or rely on their content before all fences are passed. Does not wait.
     pub fn fences(&self) -> &Fences {
         &self.fences
     }
 
-    /// Adds the fence of issued work that writes these bytes. After [`freeze`](Self::freeze),
-    /// readers wait for it.
+    /// Adds the fence of issued device work that writes these bytes. After
+    /// [`freeze`](Self::freeze), readers wait for it.
     pub fn add_fence(&mut self, fence: Arc<dyn Fence>) {
         self.fences.add(fence);
     }
 
-    /// Drops the fences: the caller has issued work that runs after them, and adds its own fence.
-    /// [Lost](Fence::is_lost) fences stay, since no work can run after them.
+    /// Drops the fences. The caller has issued work that runs after them, and adds the fence of
+    /// that work. [Lost](Fence::is_lost) fences stay, since no work can run after them.
     pub fn clear_fences(&mut self) {
         self.fences.clear();
     }
@@ -134,8 +136,7 @@ impl OwnedBuffer {
         }
     }
 
-    /// Returns the block of the bytes, or the one that they are a part of. `None` if they are in no
-    /// pool.
+    /// Returns the pool block that contains the bytes. `None` if they are in no pool.
     fn block(&self) -> Option<&PoolBlock> {
         match &self.backing {
             Backing::Block(block) => Some(block),
@@ -144,7 +145,7 @@ impl OwnedBuffer {
         }
     }
 
-    /// Creates a buffer of the first `len` bytes of a block.
+    /// Creates a buffer from the first `len` bytes of a block.
     fn of_block(block: PoolBlock, len: usize) -> Self {
         debug_assert!(len <= block.capacity());
         Self {
@@ -164,7 +165,7 @@ impl Drop for OwnedBuffer {
     }
 }
 
-/// Wraps bytes outside any pool, for control payloads and host values. Not necessarily aligned.
+/// Wraps bytes outside any pool, for control payloads and host values. They may be unaligned.
 impl From<Vec<u8>> for OwnedBuffer {
     fn from(bytes: Vec<u8>) -> Self {
         let len = bytes.len();
@@ -204,38 +205,38 @@ impl fmt::Debug for OwnedBuffer {
     }
 }
 
-/// Memory that belongs to another owner and may be read until this is dropped.
+/// Memory that another owner has lent. It may be read until this is dropped.
 ///
-/// Dropping it gives the memory back, and must not block.
+/// Dropping it returns the memory to its owner, and must not block.
 pub trait Loan: Any + Send + Sync {
-    /// Returns the bytes: the same place and the same values at every call. Empty if they are in
-    /// [device memory](Self::device).
+    /// Returns the bytes, with the same address and the same values at every call. Empty if they
+    /// are in [device memory](Self::device).
     fn bytes(&self) -> &[u8];
 
-    /// Returns the place of the bytes in memory of a device of this process. `None` if they are
-    /// host memory.
+    /// Returns the address range of the bytes in memory of one of this process's devices. `None` if
+    /// they are host memory.
     fn device(&self) -> Option<DevicePlace> {
         None
     }
 
-    /// Returns the Rust value that stands in the place of bytes. `None` if there are only bytes.
+    /// Returns the Rust value that is lent instead of bytes. `None` if bytes are lent.
     fn value(&self) -> Option<&(dyn Any + Send + Sync)> {
         None
     }
 
-    /// Returns true if the device accesses the bytes remotely, in another device's memory. The
-    /// borrower should then copy them.
+    /// Returns true if the bytes are in another device's memory, which the device accesses
+    /// remotely. The borrower should then copy them.
     fn is_far(&self) -> bool {
         false
     }
 
     /// Returns true if the owner of the bytes has a memory limit. The borrower should then copy
-    /// them and give them back soon.
+    /// them and return the loan soon.
     fn is_limited(&self) -> bool {
         false
     }
 
-    /// Returns the position of the bytes in a segment. `None` if they cannot be re-lent to another
+    /// Returns the position of the bytes in a segment. `None` if they cannot be lent on to another
     /// process.
     fn place(&self) -> Option<SegmentPosition> {
         None
@@ -245,9 +246,9 @@ pub trait Loan: Any + Send + Sync {
 /// A segment, and an offset in bytes within it.
 #[derive(Clone)]
 pub struct SegmentPosition {
-    /// The segment that has the bytes.
+    /// The segment that contains the bytes.
     pub segment: Arc<Segment>,
-    /// The place of the first byte in the segment.
+    /// Offset of the first byte within the segment, in bytes.
     pub offset: usize,
 }
 
@@ -260,34 +261,34 @@ impl SegmentPosition {
     }
 }
 
-/// Immutable bytes with any number of holders: a range of a frozen [`OwnedBuffer`], or of memory on
-/// [loan](Loan).
+/// Immutable bytes that any number of clones share: a range of a frozen [`OwnedBuffer`] or of
+/// memory on [loan](Loan).
 #[derive(Clone)]
 pub struct SharedBuffer {
     whole: Arc<WholeMemory>,
     range: Range<usize>,
-    /// A fence that ends when the validity of the bytes is known, for this holder and its clones.
-    /// See `with_verdict`.
+    /// A fence that is passed once it is known if the bytes are valid. Clones of this buffer have
+    /// it too. See `with_verdict`.
     verdict: Option<Arc<dyn Fence>>,
-    /// Bytes that a pool counts as live for this holder and its clones, although the memory is not
-    /// its own. See [`Reservation::hold_for`].
+    /// Bytes that a pool counts as live for this buffer and its clones, although their memory is
+    /// not the pool's. See [`Reservation::hold_for`].
     counted: Option<Arc<Reservation>>,
 }
 
-/// The memory under shared buffers, with the fences of the work on it.
+/// The memory of shared buffers, with the fences of device work on it.
 struct WholeMemory {
     memory: BufferMemory,
-    /// Fences of device work that reads the bytes.
+    /// Fences of device work that reads the memory.
     reads: Mutex<Fences>,
-    /// Fences of device work that writes the bytes.
+    /// Fences of device work that writes the memory.
     ready: Fences,
 }
 
-/// The memory of a shared buffer.
+/// The memory of a shared buffer: an owned buffer, or a loan.
 enum BufferMemory {
     Owned(OwnedBuffer),
     Lent(Box<dyn Loan>),
-    /// The memory was taken out: the state during a drop.
+    /// No memory: the state while the buffer is dropped.
     Gone,
 }
 
@@ -304,7 +305,7 @@ impl WholeMemory {
         }
     }
 
-    /// Takes the memory out, with the fences of all unfinished work on it.
+    /// Removes and returns the memory, with the fences of all unfinished work on it.
     fn take(&mut self) -> (BufferMemory, Fences) {
         let mut fences = take(&mut self.ready);
         fences.add_all(self.reads.get_mut());
@@ -340,14 +341,14 @@ impl Drop for WholeMemory {
 }
 
 impl SharedBuffer {
-    /// Wraps memory of another owner, which goes back when the last holder drops it.
+    /// Wraps memory that another owner has lent. It is returned when the last clone is dropped.
     /// [`into_owned`](Self::into_owned) always fails on it.
     pub fn lent(loan: Box<dyn Loan>) -> Self {
         Self::lent_later(loan, Fences::default())
     }
 
-    /// Wraps memory of another owner, as [`SharedBuffer::lent`] does. The bytes are valid once all
-    /// fences in `ready` are over.
+    /// Wraps lent memory, as [`SharedBuffer::lent`] does, that may not be written yet. Its bytes
+    /// are valid once all fences in `ready` are passed.
     pub fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
         let bytes = loan
             .device()
@@ -365,7 +366,7 @@ impl SharedBuffer {
         }
     }
 
-    /// Returns the [value](Loan::value) that these bytes stand for, if there is one.
+    /// Returns the Rust [value](Loan::value) that was lent instead of bytes, if there is one.
     pub fn value(&self) -> Option<&(dyn Any + Send + Sync)> {
         match &self.whole.memory {
             BufferMemory::Lent(loan) => loan.value(),
@@ -373,22 +374,22 @@ impl SharedBuffer {
         }
     }
 
-    /// Returns true if these bytes belong to another owner.
+    /// Returns true if these bytes are on loan from another owner.
     pub fn is_lent(&self) -> bool {
         matches!(self.whole.memory, BufferMemory::Lent(_))
     }
 
-    /// Returns the number of bytes, in host or device memory.
+    /// Returns the length in bytes, in host or device memory.
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
-    /// Returns true if there are no bytes.
+    /// Returns true if the length is 0.
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
 
-    /// Returns the place of the bytes in device memory, or `None` if they are host memory.
+    /// Returns the address range of the bytes in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         let place = match &self.whole.memory {
             BufferMemory::Owned(buffer) => buffer.device(),
@@ -403,8 +404,8 @@ impl SharedBuffer {
         place.map(part)
     }
 
-    /// Binds this thread to the bytes' device, if they are device memory that this process owns.
-    /// Otherwise does nothing.
+    /// Binds this thread to the device whose memory the bytes are in, if this process owns that
+    /// memory. Otherwise does nothing.
     pub fn bind(&self) -> std::io::Result<()> {
         match &self.whole.memory {
             BufferMemory::Owned(buffer) => buffer.bind(),
@@ -412,7 +413,7 @@ impl SharedBuffer {
         }
     }
 
-    /// Returns true if these are host bytes of this process in pinned pages, which devices can copy
+    /// Returns true if the bytes are in pinned host pages of this process, which devices can copy
     /// from directly.
     pub fn is_pinned(&self) -> bool {
         match &self.whole.memory {
@@ -422,19 +423,19 @@ impl SharedBuffer {
     }
 
     /// Returns the fences of the device work that writes the bytes. Device work that reads the
-    /// bytes must run after that work; other readers must wait for the fences.
+    /// bytes must run after that work. Other readers must wait for the fences.
     ///
-    /// If that work [has failed](Fences::failure), or if the process that lent the bytes is gone,
-    /// their values are undefined. Code that would then use the bytes on a device fails.
+    /// If the work [has failed](Fences::failure), or if the process that lent the bytes is gone,
+    /// the values are undefined. Device work that would use them then fails.
     pub fn ready(&self) -> &Fences {
         &self.whole.ready
     }
 
-    /// Returns the same bytes with a fence that ends when their validity is known; its failure says
-    /// why they are invalid.
+    /// Returns the same bytes with a fence that is passed once it is known if they are valid. If
+    /// they are not, the fence's failure is the reason.
     ///
-    /// [`ready`](Self::ready) alone is not enough: the work may have succeeded on invalid input. A
-    /// peer that is lent the bytes before they are written gets this result too.
+    /// [`ready`](Self::ready) alone is not enough, because work can succeed on invalid input. A
+    /// peer to which the bytes are lent before they are written gets this result too.
     pub fn with_verdict(self, verdict: Arc<dyn Fence>) -> Self {
         Self {
             verdict: Some(verdict),
@@ -447,7 +448,7 @@ impl SharedBuffer {
         self.verdict.clone()
     }
 
-    /// Returns true if the bytes are known to be written and valid. Does not wait.
+    /// Returns true if the bytes are written and known to be valid. Does not wait.
     pub fn is_made(&self) -> bool {
         let is_well = |verdict: &Arc<dyn Fence>| verdict.is_over() && verdict.failure().is_none();
         self.ready().are_over()
@@ -455,8 +456,9 @@ impl SharedBuffer {
             && self.verdict.as_ref().is_none_or(is_well)
     }
 
-    /// Calls `then` once it is known if the bytes are valid, with the failure if they are not. It
-    /// is called now, or on the thread that notices the last fence. `then` must be short.
+    /// Calls `then` once it is known if the bytes are valid, with the failure if they are not. The
+    /// call happens at once, or on the thread that notices the last fence. `then` must return
+    /// quickly.
     pub fn on_made(&self, then: Box<dyn FnOnce(Option<String>) + Send>) {
         let ready = self.ready().clone();
         let verdict = self.verdict.clone();
@@ -471,13 +473,13 @@ impl SharedBuffer {
         }));
     }
 
-    /// Adds the fence of issued device work that reads these bytes. The memory does not go back to
-    /// its pool or its owner before the fence is over.
+    /// Adds the fence of issued device work that reads these bytes. Their memory returns to its
+    /// pool or owner only after the fence is passed.
     pub fn add_read(&self, fence: Arc<dyn Fence>) {
         self.whole.reads.lock().add(fence);
     }
 
-    /// Returns a part of these bytes without a copy. `range` counts bytes from the start of this
+    /// Returns a range of these bytes without copying. `range` counts bytes from the start of this
     /// buffer.
     ///
     /// # Panics
@@ -496,10 +498,10 @@ impl SharedBuffer {
         }
     }
 
-    /// Drops this holder of memory that other processes may read for as long as they like. It is
-    /// never written again, nor reused by its pool. Host memory goes back to the system after the
-    /// last holder, together with the other blocks of its segment: readers have mappings of their
-    /// own. Device memory stays as long as this process, since nobody else keeps it.
+    /// Drops this buffer, whose memory other processes may go on reading without limit. The memory
+    /// is never written again, nor reused by its pool. Host memory returns to the system together
+    /// with its whole segment, since readers have mappings of their own. Device memory stays
+    /// allocated until this process ends, since nothing else keeps it.
     pub fn retire(self) {
         match &self.whole.memory {
             BufferMemory::Owned(buffer) if buffer.device().is_none() => {
@@ -509,14 +511,15 @@ impl SharedBuffer {
         }
     }
 
-    /// Turns the bytes back into a writable buffer, if this is their only holder and covers all of
-    /// them. Unfinished device work that reads them is in the buffer's
+    /// Turns the bytes back into a writable buffer, if this is the only clone and covers the whole
+    /// buffer. Unfinished device work that reads the bytes is in the result's
     /// [fences](OwnedBuffer::fences).
     ///
     /// # Errors
     ///
-    /// Returns `self` if there are other holders, if the bytes are borrowed, or if this is only a
-    /// part. Also if [lost](Fence::is_lost) work or another process may still use them.
+    /// Returns `self` if there are other clones, if the bytes are on loan, or if this is only a
+    /// part of the buffer. Also if [lost](Fence::is_lost) work or another process may still use the
+    /// bytes.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
         let BufferMemory::Owned(buffer) = &self.whole.memory else {
             return Err(self);
@@ -565,8 +568,8 @@ impl SharedBuffer {
         }
     }
 
-    /// True if the bytes count against a memory limit of their pool or their owner. The owner may
-    /// run short of memory, so a borrower copies them and gives them back.
+    /// Returns true if the pool or the owner of the bytes has a memory limit. The owner may run
+    /// short of memory, so a borrower should copy the bytes and return the loan.
     pub fn is_limited(&self) -> bool {
         let of_memory = match &self.whole.memory {
             BufferMemory::Owned(OwnedBuffer {
@@ -584,8 +587,8 @@ impl SharedBuffer {
                 .is_some_and(|held| held.pool().limit().is_some())
     }
 
-    /// Returns true if `pool` counts these bytes: they are one of its blocks or a part of one, or
-    /// it [holds](Reservation::hold_for) their bytes.
+    /// Returns true if `pool` counts these bytes: they are in one of its blocks, or it
+    /// [counts](Reservation::hold_for) memory outside it.
     pub fn is_counted_by(&self, pool: &Pool) -> bool {
         let block = match &self.whole.memory {
             BufferMemory::Owned(buffer) => buffer.block(),
@@ -597,9 +600,9 @@ impl SharedBuffer {
             .any(|one| one.is_same(pool))
     }
 
-    /// Takes the bytes that a pool [holds](Reservation::hold_for) for this buffer, as a reservation
-    /// of its length. The values stay where they are, and no longer count. `None` if no pool holds
-    /// bytes for them, or if another holder shares the hold.
+    /// Turns the bytes that a pool [counts](Reservation::hold_for) for this buffer back into a
+    /// reservation of its length. The buffer stays as it is, but is no longer counted. `None` if no
+    /// pool counts bytes for it, or if a clone shares the count.
     pub fn take_room(&mut self) -> Option<Reservation> {
         match Arc::try_unwrap(self.counted.take()?) {
             Ok(held) => Some(held.unhold().split_off(self.len())),
@@ -610,8 +613,9 @@ impl SharedBuffer {
         }
     }
 
-    /// Returns true if a pool that counts both counts the same bytes: the same range of the same
-    /// buffer, not [held](Reservation::hold_for) twice.
+    /// Returns true if `self` and `other` are the same range of the same buffer, so that a pool
+    /// counts their bytes only once. False if each has a reservation of its own, see
+    /// [`Reservation::hold_for`].
     pub fn counts_with(&self, other: &Self) -> bool {
         let is_held_twice = match (&self.counted, &other.counted) {
             (Some(one), Some(other)) => !Arc::ptr_eq(one, other),
@@ -620,14 +624,14 @@ impl SharedBuffer {
         self.same_place(other) && !is_held_twice
     }
 
-    /// Returns true if these bytes are lent and lie in another device's memory, which [this
-    /// process's device](Self::device) accesses remotely. They should be copied.
+    /// Returns true if these bytes are lent and in another device's memory, which [this process's
+    /// device](Self::device) accesses remotely. They should be copied.
     pub fn is_far(&self) -> bool {
         matches!(&self.whole.memory, BufferMemory::Lent(loan) if loan.is_far())
     }
 
-    /// Returns the position of the bytes in a segment. `None` if other processes cannot map or open
-    /// that segment.
+    /// Returns the position of the bytes in their segment. `None` if other processes cannot map or
+    /// open that segment.
     pub fn place(&self) -> Option<SegmentPosition> {
         let place = match &self.whole.memory {
             BufferMemory::Owned(buffer) => buffer.place(),
@@ -639,8 +643,8 @@ impl SharedBuffer {
             .filter(|place| place.segment.is_shareable())
     }
 
-    /// Returns the part of these bytes that is at `offset` of their segment and has `bytes` bytes.
-    /// `None` if they have no such part.
+    /// Returns the `bytes` bytes at `offset` of the segment that contains this buffer. `None`
+    /// unless all of them are part of the buffer.
     pub fn part_at(&self, offset: u64, bytes: u64) -> Option<Self> {
         let first = self.place()?.offset;
         let start = usize::try_from(offset).ok()?.checked_sub(first)?;
@@ -648,7 +652,7 @@ impl SharedBuffer {
         (end <= self.len()).then(|| self.slice(start..end))
     }
 
-    /// Returns the loan, if these bytes belong to another owner.
+    /// Returns the loan, if these bytes are on loan from another owner.
     pub fn loan(&self) -> Option<&dyn Loan> {
         match &self.whole.memory {
             BufferMemory::Owned(_) | BufferMemory::Gone => None,
@@ -656,7 +660,7 @@ impl SharedBuffer {
         }
     }
 
-    /// Returns true if both are the same range of the same buffer.
+    /// Returns true if `self` and `other` are the same range of the same buffer.
     pub fn same_place(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.whole, &other.whole) && self.range == other.range
     }

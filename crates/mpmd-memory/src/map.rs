@@ -12,10 +12,10 @@ use std::ptr::NonNull;
 
 use rustix::mm::ProtFlags;
 
-/// Maps `bytes` bytes of `file`, shared with all processes that map it, at an address that the
-/// system picks. Without a file, maps zeroes for this process alone.
+/// Maps `bytes` bytes of `file` at an address that the system selects. All processes that map the
+/// file share them. Without a file, maps zero bytes that only this process can access.
 ///
-/// Bytes beyond the file's end are mapped too: an access to them kills the process by a signal.
+/// Bytes beyond the file's end are mapped too: accessing them kills the process by a signal.
 pub fn map(
     bytes: usize,
     access: ProtFlags,
@@ -37,11 +37,11 @@ pub fn map(
     NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap returned null"))
 }
 
-/// Unmaps memory from [`map`].
+/// Unmaps memory that [`map`] has mapped.
 ///
 /// # Safety
 ///
-/// `start` and `bytes` must be those of one mapping. Nothing may use its memory any more.
+/// `start` and `bytes` must be those of one mapping. Its memory must not be used any more.
 pub unsafe fn unmap(start: NonNull<u8>, bytes: usize) {
     // SAFETY: the caller answers for the range.
     let result = unsafe { libc::munmap(start.as_ptr().cast(), bytes) };

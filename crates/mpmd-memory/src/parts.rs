@@ -8,18 +8,18 @@ use std::sync::Arc;
 use super::pool::PoolBlock;
 use super::{Backing, Fences, OwnedBuffer, SegmentPosition};
 
-/// A buffer that is handed out in parts which never overlap. It is whole again when all parts have
-/// been dropped.
+/// A buffer that is divided into parts which never overlap. It can be joined again when all parts
+/// have been dropped.
 ///
-/// A part is an [`OwnedBuffer`] of its own: a transport reads into it while other threads write the
-/// rest.
+/// Each part is an [`OwnedBuffer`]. So a transport can read into one part while other threads write
+/// the others.
 pub struct DividedBuffer {
     whole: Arc<DividedWhole>,
-    /// The byte ranges handed out, ascending, without empty ones.
+    /// The byte ranges of the parts so far, ascending. Empty ranges are left out.
     given: Vec<Range<usize>>,
 }
 
-/// The buffer that the parts share. Only the parts access its bytes while there are any.
+/// The whole buffer, shared with the parts. While parts exist, only they access its bytes.
 struct DividedWhole {
     buffer: OwnedBuffer,
     start: NonNull<u8>,
@@ -32,14 +32,14 @@ unsafe impl Send for DividedWhole {}
 // module, which uses it only as its last holder, and parts reach disjoint ranges.
 unsafe impl Sync for DividedWhole {}
 
-/// A range of a divided buffer that no other part shares.
+/// A byte range of a divided buffer that no other part overlaps.
 pub(super) struct BufferPart {
     whole: Arc<DividedWhole>,
     start: usize,
 }
 
 impl DividedBuffer {
-    /// Divides `buffer`; no part has been handed out yet. Panics if `buffer` is device memory.
+    /// Wraps `buffer`, which is not divided yet. Panics if `buffer` is device memory.
     pub fn new(mut buffer: OwnedBuffer) -> Self {
         let start = NonNull::from(&mut buffer[..]).cast();
         Self {
@@ -48,9 +48,9 @@ impl DividedBuffer {
         }
     }
 
-    /// Hands out the part at `range`, in bytes, with the buffer's present content. Returns `None`
-    /// if it overlaps an earlier part or runs past the end. A range stays taken even after its part
-    /// is dropped.
+    /// Returns the part at `range`, in bytes, with the buffer's present content. Returns `None` if
+    /// the range overlaps an earlier part or runs past the end. A range cannot be used again after
+    /// its part is dropped.
     pub fn part(&mut self, range: Range<usize>) -> Option<OwnedBuffer> {
         if range.start > range.end || range.end > self.whole.buffer.len {
             return None;
@@ -83,7 +83,7 @@ impl DividedBuffer {
     ///
     /// # Errors
     ///
-    /// Returns `self` while there are parts.
+    /// Returns `self` while parts exist.
     pub fn join(self) -> Result<OwnedBuffer, Self> {
         let Self { whole, given } = self;
         Arc::try_unwrap(whole)

@@ -13,26 +13,27 @@ use mpmd_base::bytes_text;
 use super::arena::segment::Segment;
 use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition, SharedBuffer};
 
-/// Blocks up to this size in bytes share segments; larger ones have a segment each.
+/// Largest block, in bytes, that shares a segment with others. A larger block has its own segment.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
-/// The same for device memory: its driver gives whole blocks of 2 MiB.
+/// The same as `LARGEST_SHARED_CLASS` for device memory, whose driver allocates blocks of 2 MiB.
 const LARGEST_SHARED_ON_DEVICE: usize = 2 << 20;
-/// Size in bytes of the first shared segment. Later ones are larger, in proportion to the pool:
-/// each costs a mapping, and a descriptor in every process that it is lent to.
+/// Size in bytes of the first shared segment. Later ones grow with the pool, because each segment
+/// costs a mapping, and a descriptor in every process to which it is lent.
 const FIRST_SEGMENT: usize = 4 << 20;
 const LARGEST_SEGMENT: usize = 32 << 20;
-/// Blocks with a segment of their own are kept until all blocks exceed twice the peak use plus this
-/// many bytes. With a smaller bound, pages would come and go with every step.
+/// Unused blocks with a segment of their own are kept while all blocks together take at most twice
+/// the peak use plus this many bytes. With a smaller limit, pages would be freed and mapped in
+/// every step.
 const KEPT_BESIDE: u64 = 64 << 20;
-/// Time limit of an allocation that waits until peers have closed freed device memory.
+/// Time limit of an allocation that waits for peers to close freed device memory.
 const FREED_WITHIN: Duration = Duration::from_millis(500);
-/// Pause of such an allocation between two attempts.
+/// Pause between two attempts of such an allocation.
 const FREED_LOOK: Duration = Duration::from_millis(5);
-/// Limit on the total size of a pool's buffers in bytes: the address space has no more.
+/// Limit on the total size of a pool's buffers in bytes: the size of the address space.
 const MOST: u64 = isize::MAX as u64;
 
-/// A source of buffers with an optional limit in bytes. It counts its buffers. Clones are the same
-/// pool.
+/// A source of buffers with an optional limit in bytes. It counts the memory of its buffers. A
+/// clone refers to the same pool.
 #[derive(Clone)]
 pub struct Pool {
     inner: Arc<PoolInner>,
@@ -45,50 +46,51 @@ struct PoolInner {
     state: Mutex<PoolState>,
 }
 
-/// The part of a pool that is under its lock.
+/// The state of a pool that its lock protects.
 struct PoolState {
-    /// Blocks up to this size in bytes share segments.
+    /// Largest block, in bytes, that shares a segment with others.
     largest_shared: usize,
     /// Unused blocks, by size class in bytes.
     free: BTreeMap<usize, Vec<Carved>>,
-    /// The segment that small blocks are carved from.
+    /// The segment from which the next small blocks are carved.
     open: Option<CarvedSegment>,
     stats: PoolStats,
 }
 
-/// A block taken from those kept for reuse.
+/// A block for reuse that was taken from the unused ones.
 struct CachedBlock {
     carved: Carved,
-    /// The size class that it counts with.
+    /// The size class, in bytes, that the pool counts for the block.
     class: usize,
 }
 
-/// A segment that blocks are carved from.
+/// A segment from which small blocks are carved.
 struct CarvedSegment {
     segment: Arc<Segment>,
-    /// Number of bytes in blocks already.
+    /// Number of bytes at the segment's start that are already carved into blocks.
     used: usize,
 }
 
-/// A pool's statistics, in bytes. A buffer counts with its size class, though its block can be
+/// A pool's statistics, in bytes. A buffer counts with its size class, although its block can be
 /// larger. A cached block counts with its own size.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Bytes in buffers in use, and of values that are [held](Reservation::hold).
+    /// Bytes of buffers in use, and of reservations that are [held](Reservation::hold) for other
+    /// memory.
     pub live: u64,
-    /// Bytes in reservations that have no buffer yet.
+    /// Bytes of reservations that have not become a buffer.
     pub reserved: u64,
-    /// Bytes in blocks kept for reuse.
+    /// Bytes of unused blocks that are kept for reuse.
     pub cached: u64,
     /// Largest sum of `live` and `reserved` so far.
     pub peak: u64,
-    /// Largest `live` so far: the memory really used, without reservations.
+    /// Largest `live` so far: the memory in use, without reservations.
     pub peak_live: u64,
     /// Largest `live` since [`Pool::forget_peak`], or since the start.
     pub recent_peak: u64,
-    /// Bytes mapped from the system so far; never falls. It stays constant once a program has
-    /// warmed up.
+    /// Total number of bytes mapped from the system so far; never falls. It stays constant once a
+    /// program has allocated all the memory that its steps need.
     pub mapped: u64,
 }
 
@@ -101,7 +103,8 @@ impl PoolStats {
     }
 }
 
-/// The pool has fewer bytes left than were requested. The environment's fault, or the program's.
+/// The error of a pool that has fewer bytes left than were requested. The environment's or the
+/// program's fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "{pool}: {} asked for, {} in use and {} reserved{} of {}{}",
@@ -116,17 +119,18 @@ impl PoolStats {
 pub struct OutOfMemory {
     /// The pool's name.
     pub pool: String,
-    /// Bytes asked for.
+    /// Number of bytes requested.
     pub asked: u64,
-    /// Bytes in use.
+    /// Number of bytes in use.
     pub live: u64,
-    /// Bytes reserved.
+    /// Number of bytes reserved.
     pub reserved: u64,
-    /// Bytes of blocks kept for reuse that the system does not get back, if it refused.
+    /// Number of bytes of unused blocks that the pool keeps although the system refused more
+    /// memory.
     pub cached: u64,
-    /// The pool's limit in bytes. `None` if it has no limit, or if the limit was not the cause.
+    /// The pool's limit in bytes. `None` if there is no limit, or if the limit was not the cause.
     pub limit: Option<u64>,
-    /// The error of the system, or of the device's driver. `None` if neither refused.
+    /// The error of the system or of the device's driver. `None` if neither has refused.
     pub refusal: Option<String>,
 }
 
@@ -148,26 +152,26 @@ fn refusal_text(refusal: &Option<String>) -> String {
         .map_or_else(String::new, |refusal| format!(": {refusal}"))
 }
 
-/// The total of the lengths in bytes of several buffers. For [`Pool::reserve_all`].
+/// The total size of several buffers, for [`Pool::reserve_all`].
 #[derive(Clone, Copy, Debug)]
 pub struct BufferSizes {
     bytes: usize,
-    /// Bytes of their blocks. `None` stands for more than any pool has.
+    /// Number of bytes of their size classes; `None` if that exceeds the limit of every pool.
     class: Option<u64>,
 }
 
 impl Pool {
-    /// Creates an empty pool. Buffers and reservations together are limited to `limit` bytes at any
-    /// time; `None` is no limit. `name` is for messages.
+    /// Creates an empty pool. Its buffers and reservations together may have at most `limit` bytes
+    /// at any time; `None` is no limit. `name` is for messages.
     ///
-    /// Each counts with its size class, [`Pool::rounded`], not with its block, so the blocks of
-    /// earlier buffers do not decide what fits. Unused blocks do not count: the pool can map more
+    /// A buffer counts with its size class, [`Pool::rounded`], even if it reuses a larger block. So
+    /// earlier buffers do not affect what fits. Unused blocks do not count: the pool can map more
     /// than its limit.
     pub fn new(name: impl Into<String>, limit: Option<u64>) -> Self {
         Self::in_arena(name, limit, &Arena::private())
     }
 
-    /// Creates an empty pool, as [`Pool::new`] does, that maps its segments from `arena`.
+    /// Creates an empty pool, as [`Pool::new`] does, whose segments come from `arena`.
     pub fn in_arena(name: impl Into<String>, limit: Option<u64>, arena: &Arena) -> Self {
         let largest_shared = match arena.is_device() {
             true => LARGEST_SHARED_ON_DEVICE,
@@ -188,7 +192,8 @@ impl Pool {
         }
     }
 
-    /// Allocates a buffer of `bytes` bytes. Its content is undefined: the old content of the block.
+    /// Allocates a buffer of `bytes` bytes. Its content is undefined, because its block may be
+    /// reused.
     ///
     /// # Errors
     ///
@@ -200,7 +205,8 @@ impl Pool {
         }
     }
 
-    /// Reserves `bytes` bytes without allocating pages. The reservation ends when it is dropped.
+    /// Reserves `bytes` bytes of the limit without allocating memory. Dropping the reservation ends
+    /// it.
     ///
     /// # Errors
     ///
@@ -209,17 +215,17 @@ impl Pool {
         self.set_aside(bytes, size_class(bytes).map(|class| class as u64))
     }
 
-    /// Reserves several buffers, all or none. For [`Reservation::allocate_all`].
+    /// Reserves the bytes of several buffers together, for [`Reservation::allocate_all`].
     ///
     /// # Errors
     ///
-    /// If the limit does not allow them together.
+    /// If the limit does not allow all of them.
     pub fn reserve_all(&self, sizes: BufferSizes) -> Result<Reservation, OutOfMemory> {
         self.set_aside(sizes.bytes, sizes.class)
     }
 
-    /// Reserves `class` bytes; `None` stands for more than any pool has. If the limit forbids it,
-    /// first brings back lent blocks. `bytes` is for the error.
+    /// Reserves `class` bytes; `None` is more than any pool has. If the limit forbids it, first
+    /// reclaims lent blocks. `bytes` is the requested size for the error.
     fn set_aside(&self, bytes: usize, class: Option<u64>) -> Result<Reservation, OutOfMemory> {
         let most = self.inner.limit.unwrap_or(MOST).min(MOST);
         let fitting = |stats: &PoolStats| {
@@ -253,7 +259,7 @@ impl Pool {
         self.inner.state.lock().stats
     }
 
-    /// Restarts [`PoolStats::recent_peak`] from the bytes that are live now.
+    /// Resets [`PoolStats::recent_peak`] to the bytes that are live now.
     pub fn forget_peak(&self) {
         let mut state = self.inner.state.lock();
         state.stats.recent_peak = state.stats.live;
@@ -264,19 +270,19 @@ impl Pool {
         self.inner.limit
     }
 
-    /// Returns the number of bytes that an allocation of `bytes` counts with: its size class.
-    /// `u64::MAX` if no pool can have so many.
+    /// Returns the number of bytes that a pool counts for a buffer of `bytes` bytes: its size
+    /// class. `u64::MAX` if no pool can have so many bytes.
     pub fn rounded(bytes: usize) -> u64 {
         size_class(bytes).map_or(u64::MAX, |class| class as u64)
     }
 
-    /// Returns true if both are the same pool.
+    /// Returns true if `self` and `other` are the same pool.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// Gives cached blocks that have a segment of their own (above 512 KiB, on a device 2 MiB) back
-    /// to the system.
+    /// Returns unused blocks that have a segment of their own (above 512 KiB, on a device 2 MiB) to
+    /// the system.
     pub fn trim(&self) {
         self.inner.trim();
     }
@@ -293,7 +299,7 @@ impl Pool {
 }
 
 impl PoolInner {
-    /// Returns the error of a request for `bytes` bytes.
+    /// Creates the error of a request for `bytes` bytes.
     fn out_of_memory(&self, bytes: usize, stats: &PoolStats, limit: Option<u64>) -> OutOfMemory {
         OutOfMemory {
             pool: self.name.clone(),
@@ -306,8 +312,9 @@ impl PoolInner {
         }
     }
 
-    /// Takes a cached block for `bytes` bytes, and locks the state only once. `None` if there is no
-    /// block of this class, at the limit, or if the block would make a new peak.
+    /// Takes an unused block for `bytes` bytes, and locks the state only once. `None` if no block
+    /// of this size class is unused, if the limit is reached, or if the block would make a new
+    /// peak.
     fn take_cached(&self, bytes: usize) -> Option<CachedBlock> {
         let class = size_class(bytes)?;
         let mut state = self.state.lock();
@@ -335,8 +342,8 @@ impl PoolInner {
         })
     }
 
-    /// Locks the state to take `bytes` bytes. If that would make a new peak, first brings back the
-    /// blocks that peers have finished with: until then they count as live.
+    /// Locks the state to take `bytes` bytes. If that would make a new peak, first reclaims the
+    /// blocks that peers no longer use; until then these count as live.
     fn settled(&self, bytes: u64) -> MutexGuard<'_, PoolState> {
         let state = self.state.lock();
         if state.stats.live + bytes <= state.stats.recent_peak {
@@ -347,9 +354,8 @@ impl PoolInner {
         self.state.lock()
     }
 
-    /// Takes a block of `class` bytes that was reserved before, when no cached block is left.
-    /// Brings back blocks that peers have finished with, or else maps a new segment without the
-    /// lock.
+    /// Takes a reserved block of `class` bytes when no unused block is left. Reclaims blocks that
+    /// peers no longer use, or else maps a new segment without holding the lock.
     fn grow(&self, class: usize) -> io::Result<Carved> {
         self.arena.reclaim();
         let mut state = self.state.lock();
@@ -399,7 +405,7 @@ impl PoolInner {
     }
 
     /// Maps a new segment of `bytes` bytes. If there is no memory for it, waits up to half a second
-    /// until peers have closed freed device memory.
+    /// for peers to close freed device memory.
     fn map_when_freed(&self, bytes: usize) -> io::Result<Arc<Segment>> {
         let until = now() + FREED_WITHIN;
         loop {
@@ -429,7 +435,7 @@ impl PoolInner {
 }
 
 impl PoolState {
-    /// Returns the length in bytes of the next segment, for a block of `class` bytes.
+    /// Returns the length in bytes of the next segment, which must fit a block of `class` bytes.
     fn next_segment_bytes(&self, class: usize) -> usize {
         if class > self.largest_shared {
             return class;
@@ -439,7 +445,8 @@ impl PoolState {
             .clamp(FIRST_SEGMENT, LARGEST_SEGMENT)
     }
 
-    /// Returns true if the pool keeps too many unused blocks to map `bytes` bytes more.
+    /// Returns true if the pool keeps so many unused blocks that it should not map `bytes` bytes
+    /// more.
     fn would_be_plenty(&self, bytes: usize) -> bool {
         let PoolStats {
             live,
@@ -450,9 +457,9 @@ impl PoolState {
         live + cached + bytes as u64 > 2 * peak_live + KEPT_BESIDE
     }
 
-    /// Takes a block of `class` bytes that was reserved before, and counts it as live. This is one
-    /// step under the lock, so that no other thread sees the bytes counted twice and is refused.
-    /// `None` if a new segment is needed.
+    /// Takes a reserved block of `class` bytes, and counts it as live instead of reserved. Both
+    /// happen under the lock, so that no other thread sees the bytes counted twice. `None` if a new
+    /// segment is needed.
     fn take(&mut self, class: usize) -> Option<Carved> {
         let block = match self.take_free(class) {
             None if class <= self.largest_shared => {
@@ -470,8 +477,9 @@ impl PoolState {
         Some(block)
     }
 
-    /// Takes an unused block of another class, at most twice as large. Small blocks are never given
-    /// back: without this, each class would keep as many as it ever had at once.
+    /// Takes an unused block of another size class, at most twice as large. Without this, each
+    /// class would keep as many small blocks as it ever had at once, because small blocks are never
+    /// freed.
     fn take_larger(&mut self, class: usize) -> Option<Carved> {
         let most = (2 * class).min(self.largest_shared);
         let mut larger = self.free.range(class..=most);
@@ -479,7 +487,7 @@ impl PoolState {
         self.take_free(found)
     }
 
-    /// Carves a block of `class` bytes from the open segment. `None` if it has no room.
+    /// Carves a block of `class` bytes from the open segment. `None` if the segment has no space.
     fn carve(&mut self, class: usize) -> Option<Carved> {
         let CarvedSegment { segment, used } = self
             .open
@@ -498,19 +506,19 @@ impl PoolState {
     }
 }
 
-/// Bytes reserved in a pool. Dropping this gives up those that have no buffer yet.
+/// Bytes reserved in a pool. Dropping this releases the bytes that have not become a buffer.
 #[derive(Debug)]
 pub struct Reservation {
     pool: Pool,
     bytes: usize,
-    /// Number of bytes that the pool still counts for this.
+    /// Number of bytes that the pool still counts for this reservation.
     counted: u64,
-    /// True if they count as live, not as reserved.
+    /// True if the pool counts the bytes as live, false if it counts them as reserved.
     held: bool,
 }
 
 impl Reservation {
-    /// Turns the reservation into a buffer.
+    /// Turns the reservation into a buffer of the reserved length.
     ///
     /// # Errors
     ///
@@ -529,8 +537,8 @@ impl Reservation {
         Ok(self.pool.buffer(carved, class, self.bytes))
     }
 
-    /// Turns a reservation for several buffers into buffers. `sizes` are the lengths that it was
-    /// made for, or the first of them. Locks the pool once if the blocks are small or cached.
+    /// Turns a reservation for several buffers into these buffers. `sizes` are the lengths that
+    /// were reserved, or the first of them. Locks the pool once if the blocks are small or cached.
     ///
     /// # Errors
     ///
@@ -577,8 +585,8 @@ impl Reservation {
         Ok(buffers)
     }
 
-    /// Moves one of the buffers that this was made for, of `bytes` bytes, to a reservation of its
-    /// own. Moves the rest if that is less.
+    /// Moves the bytes of a buffer of `bytes` bytes from this reservation to a new one. If fewer
+    /// bytes are left, moves these.
     #[must_use]
     pub fn split_off(&mut self, bytes: usize) -> Self {
         let class = size_class(bytes).map_or(self.counted, |class| self.counted.min(class as u64));
@@ -592,7 +600,7 @@ impl Reservation {
         }
     }
 
-    /// Counts the reserved bytes as live from now on. The memory of the value is elsewhere.
+    /// Counts the reserved bytes as live from now on, for a value whose memory is outside the pool.
     #[must_use]
     pub fn hold(mut self) -> Self {
         if !self.held {
@@ -606,8 +614,8 @@ impl Reservation {
         self
     }
 
-    /// Counts the reserved bytes as live for as long as anybody holds the returned buffer, which
-    /// shares the memory of `values`.
+    /// Counts the reserved bytes as live until the returned buffer and its clones are dropped. The
+    /// buffer shares the memory of `values`.
     pub fn hold_for(self, values: SharedBuffer) -> SharedBuffer {
         SharedBuffer {
             counted: Some(Arc::new(self.hold())),
@@ -615,7 +623,7 @@ impl Reservation {
         }
     }
 
-    /// Counts the bytes as reserved again, no longer as live.
+    /// Counts the bytes as reserved again, instead of as live.
     pub(super) fn unhold(mut self) -> Self {
         if std::mem::take(&mut self.held) {
             let stats = &mut self.pool.inner.state.lock().stats;
@@ -625,7 +633,7 @@ impl Reservation {
         self
     }
 
-    /// Returns the number of bytes requested, before rounding to size classes.
+    /// Returns the number of bytes that were requested, before rounding to size classes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -657,7 +665,7 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// A range of a segment, of `capacity` bytes, that no other block shares.
+/// A range of a segment, of `capacity` bytes, that no other block overlaps.
 struct Carved {
     start: NonNull<u8>,
     capacity: usize,
@@ -671,7 +679,7 @@ unsafe impl Send for Carved {}
 unsafe impl Sync for Carved {}
 
 impl Carved {
-    /// Checks that the range is host memory.
+    /// Checks that the block is host memory.
     ///
     /// # Panics
     ///
@@ -684,19 +692,20 @@ impl Carved {
     }
 }
 
-/// A carved range in use; goes back to its pool when dropped.
+/// A carved range that is in use. Dropping it returns the range to its pool.
 pub(super) struct PoolBlock {
-    /// The range; `None` only while the block is dropped.
+    /// The range; `None` only while this is dropped.
     carved: Option<Carved>,
-    /// The size class that the pool counts for it. The range can be larger.
+    /// The size class, in bytes, that the pool counts for the block. The range can be larger.
     class: usize,
     pool: Pool,
-    /// True if the pool does not get it back: another process may still read it.
+    /// True if the range must not return to the pool, because another process may still read it.
     is_retired: AtomicBool,
 }
 
 impl PoolBlock {
-    /// Keeps the block out of its pool. Its memory goes back to the system, with its segment.
+    /// Keeps the range from returning to its pool. Its memory returns to the system with its
+    /// segment.
     pub(super) fn retire(&self) {
         self.is_retired.store(true, Ordering::Relaxed);
     }
@@ -733,7 +742,8 @@ impl PoolBlock {
         self.carved().segment.is_pinned()
     }
 
-    /// Binds this thread to the block's device, if it is device memory. See `DeviceMemory::bind`.
+    /// Binds this thread to the block's device; does nothing for host memory. See
+    /// `DeviceMemory::bind`.
     pub(super) fn bind(&self) -> io::Result<()> {
         self.carved()
             .segment
@@ -741,7 +751,7 @@ impl PoolBlock {
             .map_or(Ok(()), |memory| memory.bind())
     }
 
-    /// Returns the block's place in device memory, or `None` if it is host memory.
+    /// Returns the block's address range in device memory, or `None` if it is host memory.
     pub(super) fn device(&self) -> Option<DevicePlace> {
         let Carved {
             start,
@@ -809,8 +819,8 @@ impl FromIterator<usize> for BufferSizes {
     }
 }
 
-/// Returns the size class in bytes of an allocation of `bytes`: a multiple of the alignment. Above
-/// 256 bytes the waste is at most a quarter. `None` if it would exceed [`MOST`].
+/// Returns the size class in bytes of an allocation of `bytes` bytes: a multiple of the alignment.
+/// Above 256 bytes at most a quarter of it is unused. `None` if it would exceed [`MOST`].
 fn size_class(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(ALIGNMENT);
     let step = (bytes.checked_next_power_of_two()? / 8).max(ALIGNMENT);

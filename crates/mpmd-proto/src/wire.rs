@@ -21,10 +21,10 @@ pub use mpmd_base::ProcessId;
 use zerocopy::byteorder::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of an encoded [`Header`].
+/// Size in bytes of an encoded [`Header`].
 pub const HEADER_BYTES: usize = 64;
 
-/// The version of the wire protocol that this crate speaks. Peers must speak the same.
+/// The version of the wire protocol of this crate. All peers must have the same.
 pub const VERSION: u16 = 6;
 
 const MAGIC: [u8; 4] = *b"MPMD";
@@ -37,40 +37,44 @@ pub const MAX_CONTROL_BYTES: u64 = 1 << 20;
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[repr(u16)]
 pub enum MessageKind {
-    /// A small piece, payload inline, covered by the sender's eager credit.
+    /// A small piece, with its bytes as payload. It uses the sender's eager credit.
     Eager = 1,
-    /// A small piece is ready, but the sender has no credit left: asks for a grant.
+    /// A small piece is ready, but the sender has no eager credit left. The message asks for a
+    /// grant.
     Offer = 2,
-    /// The receiver has issued the operation and has room: the piece may be sent.
+    /// The receiver has issued the operation and has memory for the piece, so the piece may be
+    /// sent.
     Grant = 3,
     /// A granted piece. Only this kind may have a payload larger than [`MAX_CONTROL_BYTES`].
     Data = 4,
-    /// The piece will never come; the payload gives the reason.
+    /// The piece will never be sent; the payload contains the reason.
     Poison = 5,
-    /// Gives back `count` bytes of eager credit. With zero-copy transfers: everything lent up to
-    /// operation `op` has been taken.
+    /// Returns `count` bytes of eager credit. With zero-copy transfers, reports that the sender of
+    /// this message has taken all pieces lent to it up to operation `op`.
     Credit = 6,
-    /// Asks for the state of a piece that the sender waits for; answered by
-    /// [`MessageKind::Answer`].
+    /// Asks for the state of a piece that the sender of this message waits for. The receiver
+    /// replies with [`MessageKind::Answer`].
     Probe = 7,
-    /// The state of the piece at the asked process, in the payload.
+    /// The answer to a probe. The payload describes the state of the piece on the answering
+    /// process.
     Answer = 8,
-    /// The number of operations that the sender has issued (`count`), and the rolling hash at the
+    /// The number of operations that the sender has issued (`count`), and its rolling hash at the
     /// last of them.
     Heartbeat = 9,
-    /// The number of operations issued and the rolling hash, at the end of step number `op`.
+    /// The sender's number of issued operations and its rolling hash, at the end of step number
+    /// `op`.
     Step = 10,
-    /// The sender has issued its last operation. If the end was not orderly, the payload gives the
-    /// reason.
+    /// The sender has issued its last operation. If its end was not orderly, the payload contains
+    /// the reason.
     Goodbye = 11,
-    /// The sender's recent operations, sent when two processes disagree.
+    /// The sender's recent operations. Two processes send them when their hashes differ.
     Records = 12,
-    /// The job has failed; the payload gives the reason.
+    /// The job has failed; the payload contains the reason.
     Failure = 13,
-    /// With zero-copy transfers: a program waits until everything lent up to operation `op` has
-    /// been taken. Answered by [`MessageKind::Credit`] as soon as it has.
+    /// With zero-copy transfers: asks the receiver to report when it has taken all pieces lent to
+    /// it up to operation `op`. The receiver replies with [`MessageKind::Credit`].
     AskTaken = 14,
-    /// `count` messages with small pieces, in the payload (`mpmd_transport::batch`).
+    /// A payload of `count` messages with small pieces (`mpmd_transport::batch`).
     Batch = 15,
 }
 
@@ -96,9 +100,9 @@ impl MessageKind {
         })
     }
 
-    /// Returns true if `bytes` in a header of this kind counts payload that follows it.
+    /// Returns true if `bytes` in a header of this kind is the length of a payload that follows it.
     ///
-    /// Offers and grants speak of a piece without carrying it.
+    /// In offers and grants, `bytes` is the length of a piece that is not part of the message.
     pub fn carries_payload(self) -> bool {
         !matches!(
             self,
@@ -118,26 +122,28 @@ impl MessageKind {
 pub struct Header {
     /// The kind of the message.
     pub kind: MessageKind,
-    /// The incarnation of the job.
+    /// The epoch of the job: the number of its incarnation.
     pub epoch: u64,
-    /// Number of the operation that the message belongs to, or 0. For [`MessageKind::Step`]: number
-    /// of the step.
+    /// Number of the operation that the message belongs to, or 0. In [`MessageKind::Step`], the
+    /// number of the step.
     pub op: u64,
     /// Number of the piece within the operation.
     pub piece: u64,
-    /// Bytes of the piece; bytes of the payload if [`MessageKind::carries_payload`].
+    /// Length of the piece in bytes; length of the payload if [`MessageKind::carries_payload`].
     pub bytes: u64,
-    /// The sender's rolling hash: at `op` for pieces, at `count` for heartbeats and goodbyes.
+    /// The sender's rolling hash: at operation `op` for pieces, after `count` operations for
+    /// heartbeats and goodbyes.
     pub hash: u128,
-    /// Number of operations that the sender has issued, or bytes for [`MessageKind::Credit`].
+    /// Number of operations that the sender has issued. In [`MessageKind::Credit`], a number of
+    /// bytes.
     pub count: u64,
 }
 
-/// The reason why bytes are not a valid header. Always the peer's fault.
+/// The reason why bytes are not a valid header. The peer that sent them is at fault.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// The bytes do not start with `MPMD`.
+    /// The bytes do not start with the magic `MPMD`.
     #[error("not an mpmd message: starts with {found:02x?} instead of {MAGIC:02x?}")]
     Magic {
         /// The first four bytes.
@@ -152,10 +158,10 @@ pub enum WireError {
         /// The peer's version.
         found: u16,
     },
-    /// The kind is unknown.
+    /// The message kind is unknown.
     #[error("unknown message kind {found}")]
     Kind {
-        /// The unknown number.
+        /// The unknown number of the kind.
         found: u16,
     },
     /// A control message announces a payload larger than [`MAX_CONTROL_BYTES`].
@@ -206,7 +212,7 @@ impl Header {
         }
     }
 
-    /// Encodes the header as it goes over the wire.
+    /// Encodes the header in its wire format.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let raw = RawHeader {
             magic: MAGIC,

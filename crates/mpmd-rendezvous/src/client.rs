@@ -16,48 +16,48 @@ use super::{
 use mpmd_proto::wire::ProcessId;
 
 /// This process's connection to the job's [`RendezvousServer`](super::RendezvousServer). Any thread
-/// may call its methods. Those that ask the server block, for a bounded time.
+/// may call its methods. A method that sends a request to the server blocks, for a limited time.
 ///
-/// If it is dropped without [`leave`](Self::leave), the process counts as died, and the others are
-/// told.
+/// If this is dropped without [`leave`](Self::leave), the server counts the process as dead and
+/// informs the others.
 pub struct Rendezvous {
     pub(super) link: Arc<ServerConnection>,
     pub(super) config: JoinConfig,
-    /// The address of this end of the connection.
+    /// The local address of the connection.
     pub(super) local: SocketAddr,
     pub(super) clock_offset: i64,
 }
 
-/// Time that the server has to take a report, without the slack. Short, as a failing process must
-/// not hang here.
+/// Time limit for reporting a failure to the server. It is short because a failing process must not
+/// hang in the report.
 const REPORT_WITHIN: Duration = Duration::from_secs(2);
 
-/// Time limit for the answer when leaving, without the slack. The request has been sent in any
-/// case.
+/// Time limit for the server's answer when this process leaves. The request is sent even if no
+/// answer comes.
 const LEAVE_WITHIN: Duration = Duration::from_secs(3);
 
 impl Rendezvous {
-    /// Connects to the server, which may start later, and compares clocks with it. Starts a thread
-    /// that reads the connection.
+    /// Connects to the server, which may start later, and compares this process's clock with the
+    /// server's. Starts a thread that reads the connection.
     ///
     /// # Errors
     ///
     /// - [`Unreachable`](RendezvousError::Unreachable) after `peer_timeout`.
     /// - [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
-    ///   [`Stranger`](RendezvousError::Stranger) by the server's part of the handshake.
+    ///   [`Stranger`](RendezvousError::Stranger) if the handshake with the server fails.
     /// - [`ServerGone`](RendezvousError::ServerGone) or
     ///   [`Environment`](RendezvousError::Environment) if the connection fails.
     pub fn connect(config: JoinConfig) -> Result<Self, RendezvousError> {
         Self::open(config, false)
     }
 
-    /// Connects to a server that was there before, as [`connect`](Self::connect) does. Does not
-    /// wait if nobody listens at its address.
+    /// Connects to a server that has been running before, as [`connect`](Self::connect) does. Fails
+    /// at once if no process listens at its address.
     ///
     /// # Errors
     ///
-    /// Those of [`connect`](Self::connect). [`Unreachable`](RendezvousError::Unreachable) at once
-    /// if the server is gone.
+    /// The errors of [`connect`](Self::connect). [`Unreachable`](RendezvousError::Unreachable) at
+    /// once if the server is gone.
     pub fn connect_again(config: JoinConfig) -> Result<Self, RendezvousError> {
         Self::open(config, true)
     }
@@ -74,28 +74,28 @@ impl Rendezvous {
         Ok(this)
     }
 
-    /// The address of this end of the connection. It belongs to an interface by which at least the
-    /// server, and most likely the job's other hosts, can reach this process.
+    /// Returns the local address of the connection. At least the server, and most likely the job's
+    /// other hosts, can reach this process at it.
     pub fn local_address(&self) -> SocketAddr {
         self.local
     }
 
-    /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.
+    /// Returns the nanoseconds to add to this process's clock (time since 1970) to get the server's
+    /// time.
     ///
-    /// Measured by [`connect`](Self::connect), from the quickest of a few round trips.
+    /// [`connect`](Self::connect) measures it, from the quickest of a few round trips.
     pub fn clock_offset(&self) -> i64 {
         self.clock_offset
     }
 
-    /// Joins the job's first epoch and waits for all others, at most the config's `peer_timeout`
-    /// plus two seconds.
+    /// Joins the job's first epoch and waits for all other processes, for at most the configured
+    /// `peer_timeout` plus two seconds.
     ///
     /// # Errors
     ///
     /// [`NoSuchProcess`](RendezvousError::NoSuchProcess) if this process's number is not below the
     /// number of processes. [`Missing`](RendezvousError::Missing) if other processes do not join in
-    /// time.
-    /// [`Duplicate`](RendezvousError::Duplicate), [`Count`](RendezvousError::Count),
+    /// time. [`Duplicate`](RendezvousError::Duplicate), [`Count`](RendezvousError::Count),
     /// [`Complete`](RendezvousError::Complete) or [`Program`](RendezvousError::Program), each with
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
     /// ended.
@@ -113,24 +113,25 @@ impl Rendezvous {
         }
     }
 
-    /// Joins an epoch of the job: 1 at first, and the next one after the loss of a process. There
-    /// the server knows this process by its identity. Waits for all others, as
-    /// [`join`](Self::join) does. It waits longer for a process that is alive and has not left the
-    /// epoch before, see [`on_busy`](Self::on_busy).
+    /// Joins an epoch of the job: epoch 1 at first, and the next epoch after the loss of a process.
+    /// In later epochs the server recognises this process by `identity`. Waits for all other
+    /// processes, as [`join`](Self::join) does. Waits longer for a process that is alive and has
+    /// not left the previous epoch, see [`on_busy`](Self::on_busy).
     ///
-    /// A process that finds no place waits as a spare, for as long as the job runs: one with a
-    /// number beyond the job's, one that was started later, or one that was given up meanwhile.
-    /// Then it gets the place of a process that is gone. Returns `None` if the job ends without
-    /// it, and on a process that [leaves](JobMember::leaves) once it is not needed any more.
+    /// A process without a place (a process number) in the job waits as a spare, for as long as the
+    /// job runs. This happens to a process with a number beyond the job's, to one that was started
+    /// later, and to one that the server has given up meanwhile. A spare gets the place of a
+    /// process that is gone. Returns `None` if the job ends without it. Also returns `None` on a
+    /// process that [leaves](JobMember::leaves) once the job no longer needs it.
     ///
-    /// A later epoch may have another number of processes, if [`JobMember::sizes`] allows it. Fewer
-    /// if no process is left for a free place; then the processes have new numbers, in the same
-    /// order. More if spares wait: they get the numbers after those of the others.
+    /// A later epoch may have another number of processes, if [`JobMember::sizes`] allows it. It
+    /// has fewer if no spare is left for a free place; then processes get new numbers, in the same
+    /// order. It has more if spares wait: these get the numbers after those of the others.
     ///
     /// # Errors
     ///
     /// The errors of [`join`](Self::join), except `NoSuchProcess` and `Complete`.
-    /// [`OtherRun`](RendezvousError::OtherRun) if the server is of another run.
+    /// [`OtherRun`](RendezvousError::OtherRun) if the server belongs to another run of the job.
     pub fn join_epoch(
         &self,
         member: JobMember,
@@ -144,7 +145,8 @@ impl Rendezvous {
         }
     }
 
-    /// Sends a request to join. Returns the answer, and its content if it has the members.
+    /// Sends a request to join. Returns the server's answer, and the epoch if the answer admits the
+    /// process.
     fn ask_to_join(
         &self,
         member: JobMember,
@@ -199,21 +201,21 @@ impl Rendezvous {
         Ok((answer, joined))
     }
 
-    /// Returns the number of processes that the next epoch of the job could have: more than this
-    /// one if others wait for a place that [`JobMember::sizes`] allows. Only process 0 hears of
-    /// them.
+    /// Returns the number of processes that the next epoch of the job could have. It is larger than
+    /// that of this epoch if [`JobMember::sizes`] allows it and processes wait for a place. The
+    /// server informs only process 0.
     pub fn could_have(&self) -> usize {
         self.link.state.lock().next_processes
     }
 
-    /// Returns the number of possible replacements for processes that leave this epoch. They wait
-    /// for a place, or the server's owner may start them. Only process 0 hears of them.
+    /// Returns the number of processes that could replace processes of this epoch: spares, and
+    /// processes that the server's owner may start. The server informs only process 0.
     pub fn replacements(&self) -> usize {
         self.link.state.lock().replacements
     }
 
-    /// Tells the server that a commit of this epoch is whole on all its processes. So those that
-    /// [leave](JobMember::leaves) the job are not needed any more. Waits for no answer.
+    /// Tells the server that all processes have completed a commit of this epoch. Processes that
+    /// [leave](JobMember::leaves) the job are then no longer needed. Does not wait for an answer.
     ///
     /// # Errors
     ///
@@ -223,19 +225,19 @@ impl Rendezvous {
         self.link.send(ClientRequest::Whole)
     }
 
-    /// True if a commit of this epoch is [whole](Self::commit_is_whole) as far as this process
-    /// knows.
+    /// Returns true if this process knows that all processes have [completed a
+    /// commit](Self::commit_is_whole) of this epoch.
     pub fn has_whole_commit(&self) -> bool {
         self.link.state.lock().is_whole
     }
 
-    /// Sets a value that all processes can [`get`](Self::get), replacing the earlier one of `key`.
-    /// Blocks until the server answers.
+    /// Sets the value of `key`, which all processes can [`get`](Self::get). Replaces an earlier
+    /// value. Blocks until the server answers.
     ///
     /// # Errors
     ///
     /// [`TooLong`](RendezvousError::TooLong) if the value is longer than
-    /// [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES), or the key than 1024 bytes;
+    /// [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES), or the key than 1024 bytes.
     /// [`ServerGone`](RendezvousError::ServerGone) if the connection has ended or the server is
     /// silent.
     pub fn set(&self, key: impl Into<String>, value: Vec<u8>) -> Result<(), RendezvousError> {
@@ -258,14 +260,14 @@ impl Rendezvous {
             .map(drop)
     }
 
-    /// Returns the value under `key`. Blocks until a process sets one, at most `peer_timeout` plus
+    /// Returns the value of `key`. Blocks until a process sets it, for at most `peer_timeout` plus
     /// two seconds.
     ///
     /// # Errors
     ///
-    /// [`Unset`](RendezvousError::Unset) if no process sets one within `peer_timeout`;
-    /// [`NeverSet`](RendezvousError::NeverSet) as soon as a process of the epoch is lost;
-    /// [`TooLong`](RendezvousError::TooLong) for a key above 1024 bytes;
+    /// [`Unset`](RendezvousError::Unset) if no process sets it within `peer_timeout`.
+    /// [`NeverSet`](RendezvousError::NeverSet) as soon as a process of the epoch is lost.
+    /// [`TooLong`](RendezvousError::TooLong) for a key above 1024 bytes.
     /// [`ServerGone`](RendezvousError::ServerGone) if the server does not answer.
     pub fn get(
         &self,
@@ -284,8 +286,8 @@ impl Rendezvous {
         }
     }
 
-    /// Blocks until all processes of the job wait here, at most `peer_timeout` plus two seconds. A
-    /// name can be used again.
+    /// Blocks until all processes of the job have called this with the same `name`, for at most
+    /// `peer_timeout` plus two seconds. A name can be used again.
     ///
     /// # Errors
     ///
@@ -310,8 +312,8 @@ impl Rendezvous {
             .map(drop)
     }
 
-    /// Sets the function that is called for every process, and for the server, if it goes without
-    /// leaving in order. Events from before this call are reported at once.
+    /// Sets the function that is called when a process or the server is lost without leaving in
+    /// order. Earlier losses are reported at once.
     ///
     /// `tell` runs on the thread that also answers the server's pings, so it must not block.
     pub fn on_down(&self, tell: Box<dyn Fn(Down) + Send + Sync>) {
@@ -326,19 +328,20 @@ impl Rendezvous {
         }
     }
 
-    /// Sets the function to call while this process waits in [`join_epoch`](Self::join_epoch) for
-    /// others. They are alive, but still run code of their own in the epoch before. It is called
-    /// once in each peer timeout of the server, on one of the processes that wait. Its arguments
-    /// are the epoch, the processes, and the time so far.
+    /// Sets a function to call while [`join_epoch`](Self::join_epoch) waits for processes that are
+    /// alive but still run their own code in the previous epoch. The server has it called on one of
+    /// the waiting processes, once in each peer timeout. Its arguments are the epoch, these
+    /// processes, and the time waited so far.
     ///
     /// `tell` runs on the thread that also answers the server's pings, so it must not block.
     pub fn on_busy(&self, tell: impl Fn(u64, &[ProcessId], Duration) + Send + Sync + 'static) {
         self.link.state.lock().tell_busy = Some(Arc::new(tell));
     }
 
-    /// Sets the function that returns the status of this process, in any encoding, each time that
-    /// a [`JobObserver`](super::JobObserver) looks at the job. Its argument is the observer's
-    /// words. Before this call the observer hears that the process is starting.
+    /// Sets the function that returns this process's status, in any encoding. It is called each
+    /// time that a [`JobObserver`](super::JobObserver) looks at the job, with the bytes that the
+    /// observer passed to [`look`](super::JobObserver::look). Before this call, the observer is
+    /// told that the process is starting.
     ///
     /// `describe` runs on the thread that also answers the server's pings, so it must not block. A
     /// status longer than [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES) is not passed on.
@@ -346,15 +349,15 @@ impl Rendezvous {
         self.link.state.lock().describe = Some(Arc::new(describe));
     }
 
-    /// Reports the failure that this process ends with to the server's owner. Only the first report
-    /// of a process counts.
+    /// Reports the failure that ends this process to the server's owner. Only the first report of a
+    /// process counts.
     ///
-    /// Blocks until the answer comes, and waits for it at most four seconds. After success the
-    /// owner knows the failure, however this process ends.
+    /// Blocks until the server answers, for at most four seconds. After success the owner knows the
+    /// failure, whatever happens to this process next.
     ///
     /// # Errors
     ///
-    /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join);
+    /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join).
     /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes.
     pub fn report(&self, report: FailureReport) -> Result<(), RendezvousError> {
         self.link
@@ -362,32 +365,33 @@ impl Rendezvous {
             .map(drop)
     }
 
-    /// Returns true if the server answers a new connection, within about a second. After a loss of
-    /// the connection it tells if the server has given this process up.
+    /// Returns true if the server accepts a new connection and answers, within about a second.
+    /// After the connection is lost, true means that the server has given this process up.
     pub fn is_server_alive(&self) -> bool {
         self.link.reaches_server(&self.config)
     }
 
-    /// Returns true if the server is certainly gone: no process listens at its address.
+    /// Returns true if the server is certainly gone: its host answers, and no process listens at
+    /// its address.
     pub fn is_server_gone(&self) -> bool {
         is_gone(&self.config.server)
     }
 
-    /// Returns the processes that can go on with the service, as far as this process has heard
-    /// while it waited for a place.
+    /// Returns the processes that can take over the rendezvous service, as the server has told this
+    /// process while it waited for a place.
     pub fn succession(&self) -> Option<Succession> {
         self.link.state.lock().succession.clone()
     }
 
-    /// Describes the end of this process's contact with the server, for its
-    /// [`ServiceSeeker`](super::ServiceSeeker). Call it after the loss of the connection, or after
+    /// Describes how this process's contact with the server ended, for its
+    /// [`ServiceSeeker`](super::ServiceSeeker). Call it after the connection is lost, or after
     /// [`leave_epoch`](Self::leave_epoch). Waits for about a second at most.
     pub fn parting(&self) -> ServiceParting {
         self.link.parting()
     }
 
-    /// Leaves the job in order: the others will not be told that this process is down. Waits for
-    /// the server's answer, at most five seconds. Does not wait if the server is known to be
+    /// Leaves the job in order: the others are not told that this process is down. Waits for the
+    /// server's answer, for at most five seconds. Does not wait if the server is known to be
     /// silent. Closes the connection.
     ///
     /// # Errors
@@ -398,8 +402,8 @@ impl Rendezvous {
         self.leave_and(LeaveKind::Leaves)
     }
 
-    /// Leaves a job that has ended well, as [`leave`](Self::leave) does: all its processes have
-    /// come to the end, and none begins another epoch.
+    /// Leaves a job that has ended well, as [`leave`](Self::leave) does. All its processes have
+    /// reached the end, and none begins another epoch.
     ///
     /// # Errors
     ///
@@ -409,7 +413,7 @@ impl Rendezvous {
     }
 
     /// Leaves an epoch that has failed, as [`leave`](Self::leave) does. This process keeps its
-    /// place in the next epoch, if it joins that within the server's peer timeout.
+    /// place in the next epoch if it joins that epoch within the server's peer timeout.
     ///
     /// # Errors
     ///
@@ -418,7 +422,8 @@ impl Rendezvous {
         self.leave_and(LeaveKind::Returns)
     }
 
-    /// Leaves the job without the place that this process has just got, for another one to take.
+    /// Leaves the job without taking the place that this process has just got. Another process may
+    /// take it. `why` is the reason.
     ///
     /// # Errors
     ///
@@ -445,7 +450,8 @@ impl Rendezvous {
         left
     }
 
-    /// Compares clocks with the server: makes eight round trips and uses the quickest.
+    /// Measures the offset of this process's clock from the server's: makes eight round trips and
+    /// uses the quickest.
     ///
     /// # Errors
     ///

@@ -5,13 +5,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// The difference between a process's clock and the server's.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct ClockOffset {
-    /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.
+    /// Nanoseconds to add to this process's clock (time since 1970) to get the server's time.
     pub offset: i64,
     /// The largest possible error of `offset` in nanoseconds: half of the round trip.
     pub bound: u64,
 }
 
-/// Returns the time by this process's clock, in nanoseconds since 1970.
+/// Returns the current time of this process's clock, in nanoseconds since 1970.
 pub(super) fn clock() -> i64 {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -22,16 +22,16 @@ pub(super) fn clock() -> i64 {
 /// One round trip to the server and back. Times are in nanoseconds since 1970.
 #[derive(Clone, Copy)]
 pub(super) struct ClockTrip {
-    /// This process's clock when it asked.
+    /// This process's clock when the request was sent.
     pub(super) asked: i64,
-    /// The server's clock.
+    /// The server's clock in its answer.
     pub(super) server: i64,
-    /// This process's clock when the answer came.
+    /// This process's clock when the answer arrived.
     pub(super) answered: i64,
 }
 
-/// Returns the clock offset by the quickest of some round trips, which has the smallest error.
-/// Without a usable trip, the offset is 0 and its bound huge.
+/// Returns the clock offset of the quickest of several round trips, which has the smallest error.
+/// If no round trip is usable, the offset is 0 and its bound huge.
 pub(super) fn quickest(trips: &[ClockTrip]) -> ClockOffset {
     // A clock that was set back meanwhile makes the trip useless.
     let usable = trips.iter().filter(|trip| trip.answered >= trip.asked);

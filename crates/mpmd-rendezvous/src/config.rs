@@ -10,30 +10,31 @@ use super::{RendezvousError, Token};
 use mpmd_handshake::token::random_bytes;
 use mpmd_proto::wire::ProcessId;
 
-/// The secret identity of a process in its job, by which the server knows it again in a later
-/// epoch. Its `Debug` output does not show the key.
+/// The secret identity of a process in its job, by which the server recognises it in a later epoch.
+/// The `Debug` output does not show the key.
 #[derive(Clone, Copy, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Identity {
     /// A number that no other process can guess, the same in all epochs.
     pub key: u128,
-    /// The identity of the [run](super::JoinedEpoch::run) in which this process was before, if it
-    /// was.
+    /// The identity of the [run](super::JoinedEpoch::run) of the job that this process has been in.
+    /// `None` if it has not been in one.
     pub run: Option<u128>,
 }
 
-/// The server to join, and this process's identity in the job.
+/// The parameters of a [`Rendezvous`](super::Rendezvous): the server, and this process's place in
+/// the job.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
-    /// The server, as `host:port`.
+    /// The server's address, as `host:port`.
     pub server: String,
-    /// This process's id in the job. A spare has one beyond the job's.
+    /// This process's number in the job. A spare has a number beyond those of the job.
     pub process: ProcessId,
-    /// Number of processes in the job, as far as this process knows.
+    /// Number of processes in the job, as this process was started with. The server compares it.
     pub processes: usize,
-    /// The job's secret.
+    /// The job's secret token.
     pub token: Token,
-    /// The peer timeout: the longest wait for the server, for the other processes, and for a sign
-    /// of life.
+    /// The peer timeout: the longest time to wait for the server, for other processes to join, and
+    /// for the next sign of life.
     pub peer_timeout: Duration,
 }
 
@@ -50,8 +51,8 @@ impl Identity {
         })
     }
 
-    /// Returns a number by which others can know this process again: it follows from the key, and
-    /// does not reveal it.
+    /// Returns a hash of the key, by which other processes can recognise this process. It does not
+    /// reveal the key.
     pub fn mark(&self) -> u128 {
         let digest = Sha256::digest(self.key.to_le_bytes());
         u128::from_le_bytes(std::array::from_fn(|i| digest[i]))
@@ -64,7 +65,7 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// Returns a random number of the system, which nobody can guess.
+/// Returns a random number from the system, which nobody can guess.
 pub(super) fn random() -> Result<u128, RendezvousError> {
     let bytes = random_bytes().map_err(|e| RendezvousError::Environment {
         doing: "making a random identity".into(),

@@ -10,16 +10,16 @@ use mpmd_base::deadline::after;
 use mpmd_handshake::token::random_bytes;
 use mpmd_handshake::{Handshake, Refusal};
 
-/// Limit on the handshakes with a server that closes the connection unanswered.
+/// Limit on attempts at a handshake with a server that closes the connection without an answer.
 const TRIES: usize = 3;
 const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 
-/// Time limit for asking whether a process listens at an address.
+/// Time limit for finding out if a process listens at an address.
 const PROBE_WITHIN: Duration = Duration::from_secs(1);
 
-/// Connects to the server, which may start later unless `is_started`. Both prove that they know the
-/// token. Returns the stream and the interval of the server's pings. Gives up after about the peer
-/// timeout.
+/// Connects to the server. Both sides prove that they know the token. Unless `is_started` is true,
+/// the server may start later. Returns the stream and the interval of the server's pings. Gives up
+/// after about the peer timeout.
 pub(super) fn meet(
     config: &JoinConfig,
     is_started: bool,
@@ -40,8 +40,8 @@ pub(super) fn meet(
     }
 }
 
-/// Connects, with retries at growing intervals until `until`. Not if a server that has been started
-/// refuses the connection.
+/// Connects, and retries at growing intervals until `until`. If `is_started` is true, does not
+/// retry after the server's host has refused the connection.
 fn reach(
     server: &str,
     peer_timeout: Duration,
@@ -70,7 +70,7 @@ fn reach(
     }
 }
 
-/// Tries every address of the server once. Fails with the error of the last one.
+/// Tries to connect to each address of the server once. Fails with the error of the last attempt.
 fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in addresses(server)? {
@@ -96,17 +96,17 @@ fn connect(address: &SocketAddr, within: Duration) -> std::io::Result<TcpStream>
     }
 }
 
-/// The system's answer to the question whether a process listens at an address.
+/// The result of testing if a process listens at an address.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum ListenerProbe {
-    /// A process listens there, which may not accept connections at the moment.
+    /// A process listens at the address. It may not accept connections at the moment.
     Listens,
-    /// Its host is there, and no process listens.
+    /// The host answers, and no process listens at the address.
     Refused,
     Silent,
 }
 
-/// Asks whether a process listens at an address, until about `until`, and at most for a second.
+/// Tests if a process listens at an address. Gives up at about `until`, and after a second at most.
 pub(super) fn probe(server: &str, until: Instant) -> ListenerProbe {
     let mut said = ListenerProbe::Silent;
     for address in addresses(server).unwrap_or_default() {
@@ -123,13 +123,13 @@ pub(super) fn probe(server: &str, until: Instant) -> ListenerProbe {
     said
 }
 
-/// Returns true if the system of a server's host says that no process listens at its address.
+/// Returns true if the server's host answers that no process listens at the server's address.
 pub(super) fn is_gone(server: &str) -> bool {
     probe(server, after(Instant::now(), PROBE_WITHIN)) == ListenerProbe::Refused
 }
 
-/// Returns true if no process listens at a server's address any more. A process that dies closes
-/// its listener a moment before or after its connections.
+/// Returns true if no process listens at a server's address any more. Waits a moment, because a
+/// process that dies may close its listener after its connections.
 pub(super) fn is_gone_soon(server: &str) -> bool {
     const TRIES: u32 = 10;
     const BETWEEN: Duration = Duration::from_millis(20);
@@ -143,13 +143,13 @@ pub(super) fn is_gone_soon(server: &str) -> bool {
     false
 }
 
-/// Returns true if a process listens at a server's address, even if it does not serve yet.
+/// Returns true if a process listens at a server's address, even if it does not answer yet.
 pub(super) fn is_heard(server: &str) -> bool {
     probe(server, after(Instant::now(), PROBE_WITHIN)) == ListenerProbe::Listens
 }
 
-/// Returns the addresses of a server, those of IPv4 first: a name may have an IPv6 address that
-/// some hosts of the job cannot use. The transports listen where a process has reached the server.
+/// Returns the addresses of a server, IPv4 first. The transports listen at the interface through
+/// which a process has reached the server, and some hosts of the job may be unable to use IPv6.
 fn addresses(server: &str) -> std::io::Result<Vec<SocketAddr>> {
     let (host, port) = split_address(server)
         .ok_or_else(|| std::io::Error::new(ErrorKind::InvalidInput, "it is not host:port"))?;
@@ -173,7 +173,8 @@ fn in_order(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
     addresses
 }
 
-/// Returns host, without brackets, and port. `None` if the address is not `host:port`.
+/// Splits an address into host (without brackets) and port. Returns `None` unless it is
+/// `host:port`.
 pub fn split_address(address: &str) -> Option<(&str, u16)> {
     let (host, port) = address.rsplit_once(':')?;
     let host = host

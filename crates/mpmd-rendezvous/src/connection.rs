@@ -21,29 +21,30 @@ use super::{Down, JobMember, JoinConfig, RendezvousError, Succession};
 use mpmd_base::deadline::after;
 use mpmd_proto::wire::ProcessId;
 
-/// The reason why a reply of the server ends the connection.
+/// The reason why a reply of the server makes this process close the connection.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum ConnectionEnd {
-    /// An answer to the reply could not be sent.
+    /// An answer to the server's reply could not be sent.
     #[error(transparent)]
     Unsent(#[from] RendezvousError),
     #[error("it said something senseless: {0}")]
     Senseless(#[from] FrameError),
-    /// The process that is down is not one of the job's.
+    /// The server reports the loss of a process that is not in the job.
     #[error("it says that process {process} is down, of {processes}")]
     NoSuchProcess {
         process: ProcessId,
         processes: usize,
     },
-    /// One look got several statuses of a process, or more than a job has.
+    /// The server sent several statuses of a process for one request, or more than a job has
+    /// processes.
     #[error("it told the status of process {process} twice")]
     StatusTwice { process: ProcessId },
     #[error("it names more members than any job has")]
     TooManyMembers,
 }
 
-/// Connects to the server, which may start later unless `is_started`, and starts a thread that
-/// reads the connection. Returns the connection and the address of its end here.
+/// Connects to the server and starts a thread that reads the connection. Unless `is_started` is
+/// true, the server may start later. Returns the connection and its local address.
 pub(super) fn open(
     config: &JoinConfig,
     is_started: bool,
@@ -94,56 +95,57 @@ pub(super) struct ServerConnection {
     pub(super) server: String,
     pub(super) wire: ServerWire,
     pub(super) state: Mutex<ConnectionState>,
-    /// Notified when the [contact](ConnectionState::contact) is complete after a loss.
+    /// Notified when [`ConnectionState::contact`] is complete after the loss of the connection.
     pub(super) changed: Condvar,
 }
 
-/// The way of messages to the server.
+/// The channel that carries messages to the server.
 pub(super) enum ServerWire {
     Tcp {
         stream: TcpStream,
-        /// Held while a whole message is written. Closing the connection does not need it.
+        /// Locked while a whole message is written. Closing the connection does not need the lock.
         writing: Mutex<()>,
     },
-    /// To a [`LocalServer`](super::LocalServer).
+    /// A channel to a [`LocalServer`](super::LocalServer) of this process.
     Local(LocalLine),
 }
 
 pub(super) struct ConnectionState {
     pub(super) contact: ServiceContact,
-    /// True from the loss of the connection until the contact has a note of it.
+    /// True from the loss of the connection until `contact` records it.
     pub(super) notes_loss: bool,
     pub(super) asked: u64,
     pub(super) asks: HashMap<u64, mpsc::Sender<TimedResult>>,
-    /// The members received so far: the answer to `join` may come in parts.
+    /// The members received so far: the answer to a join request may come in several messages.
     pub(super) members: Vec<JobMember>,
-    /// The reason why no more requests can be made; `None` while the connection stands.
+    /// The reason why no more requests can be made; `None` while the connection is open.
     pub(super) ended: Option<RendezvousError>,
-    /// True once the job is complete. From then on this process can do without the server.
+    /// True once all processes have joined. From then on this process can run without the server.
     pub(super) joined: bool,
-    /// The reason why no answer is expected at the moment: the server of a running job is silent.
-    /// `None` while it is heard.
+    /// The reason why no answer is expected at present: the server of a running job is silent.
+    /// `None` while the server sends signs of life.
     pub(super) silent: Option<RendezvousError>,
-    /// True once the loss of the server has been reported, which is done once.
+    /// True once the loss of the server has been reported. It is reported only once.
     pub(super) loss_told: bool,
     pub(super) leaving: bool,
-    /// True once this process knows that a commit of its epoch is whole on all processes.
+    /// True once this process knows that all processes have completed a commit of its epoch.
     pub(super) is_whole: bool,
-    /// The processes that can go on with the service, as the service has told a process that waits
+    /// The processes that can take over the service. The service tells them to a process that waits
     /// for a place.
     pub(super) succession: Option<Succession>,
-    /// Number of processes of the epoch that this process has joined.
+    /// Number of processes in the epoch that this process has joined.
     pub(super) processes: usize,
-    /// Number of processes that the next epoch could have: more if others wait for a place.
+    /// Number of processes that the next epoch could have: more than this epoch if others wait for
+    /// a place.
     pub(super) next_processes: usize,
-    /// Number of processes that can replace those that leave this epoch.
+    /// Number of processes that could replace processes of this epoch.
     pub(super) replacements: usize,
     pub(super) tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
     pub(super) untold: Vec<Down>,
     pub(super) tell_busy: Option<Arc<TellBusy>>,
-    /// Returns the status of this process; `None` while it starts.
+    /// The function that returns this process's status; `None` while the process starts.
     pub(super) describe: Option<Arc<Describe>>,
-    /// The statuses received so far for a look at the job.
+    /// The statuses received so far for a request of an observer.
     pub(super) statuses: BTreeMap<ProcessId, ProcessStatus>,
 }
 
@@ -174,40 +176,41 @@ impl ConnectionState {
     }
 }
 
-/// The function of [`Rendezvous::on_look`](super::Rendezvous::on_look).
+/// The type of the function of [`Rendezvous::on_look`](super::Rendezvous::on_look).
 pub(super) type Describe = dyn Fn(&[u8]) -> Vec<u8> + Send + Sync;
 
-/// The function of [`Rendezvous::on_busy`](super::Rendezvous::on_busy).
+/// The type of the function of [`Rendezvous::on_busy`](super::Rendezvous::on_busy).
 pub(super) type TellBusy = dyn Fn(u64, &[ProcessId], Duration) + Send + Sync;
 
-/// The result of a request.
+/// The result of a request, with the time of the answer.
 pub(super) struct TimedResult {
-    /// Time of the answer in nanoseconds since 1970 by this process's clock. 0 if none came.
+    /// Time of the answer in nanoseconds since 1970 by this process's clock. 0 without an answer.
     at: i64,
     result: Result<RequestAnswer, RendezvousError>,
 }
 
-/// The answer to a successful request.
+/// The answer to a successful request, with its time.
 pub(super) struct TimedAnswer {
     /// Time of the answer in nanoseconds since 1970 by this process's clock.
     pub(super) at: i64,
     pub(super) answer: RequestAnswer,
 }
 
-/// Time to wait for an answer beyond the peer timeout: the server's error, which names the late
-/// processes, should come first.
+/// Time to wait for an answer beyond the peer timeout. The server's own error should arrive before,
+/// because it names the late processes.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// Time limit for the [note](ServerConnection::parting) of a loss, which takes a second at most.
+/// Time limit for recording a loss, see [`parting`](ServerConnection::parting). It should take a
+/// second at most.
 const PARTING_WITHIN: Duration = Duration::from_secs(5);
 
-/// The largest number of statuses and members that are kept: that of the processes of the largest
+/// Largest number of statuses or members that are stored: the number of processes of the largest
 /// job.
 const MOST_STATUSES: usize = 1 << 20;
 
 impl ServerConnection {
-    /// Sends a request and blocks until its answer comes, at most `peer_timeout` plus [`SLACK`].
-    /// If the server is silent, the request is still sent, but fails at once.
+    /// Sends a request and blocks until its answer comes, for at most `peer_timeout` plus
+    /// [`SLACK`]. If the server is silent, sends the request and fails at once.
     pub(super) fn ask(
         &self,
         peer_timeout: Duration,
@@ -245,7 +248,7 @@ impl ServerConnection {
         }
     }
 
-    /// If the server is silent, withdraws request `ask` and returns the error. Otherwise returns
+    /// Withdraws request `ask` and returns the error if the server is silent. Otherwise returns
     /// `None`.
     fn silence_of(&self, ask: u64) -> Option<RendezvousError> {
         let mut state = self.state.lock();
@@ -273,15 +276,16 @@ impl ServerConnection {
         }
     }
 
-    /// Hears the replies of a [`LocalServer`](super::LocalServer) until the connection ends.
+    /// Handles the replies of a [`LocalServer`](super::LocalServer) until the connection ends.
     pub(super) fn listen_to(&self, replies: &mpsc::Receiver<ServerReply>) {
         let ended = replies.iter().find_map(|reply| self.hear(reply).err());
         let why = ended.map(|end| end.to_string());
         self.is_over(why.unwrap_or_else(|| "the connection was closed".to_owned()));
     }
 
-    /// Reads until the connection ends, and answers pings. If the server is silent, the connection
-    /// ends unless this process has joined. A running job goes on, as the server may come back.
+    /// Reads replies and answers pings until the connection ends. If the server is silent, closes
+    /// the connection unless this process has joined. A running job goes on, because the server may
+    /// come back.
     fn listen(&self, mut stream: TcpStream, silence: Duration) {
         let mut frames = FrameBuffer::default();
         let mut bytes = vec![0; 16 * 1024];
@@ -326,8 +330,8 @@ impl ServerConnection {
         self.is_over(why);
     }
 
-    /// Handles the messages that have arrived whole. Fails if one of them is senseless, or ends the
-    /// connection.
+    /// Handles all messages that have arrived completely. Fails if a message is invalid or must end
+    /// the connection.
     fn hear_all(&self, frames: &mut FrameBuffer) -> Result<(), ConnectionEnd> {
         loop {
             match frames.next::<ServerReply>()? {
@@ -337,7 +341,7 @@ impl ServerConnection {
         }
     }
 
-    /// Handles the end of the connection.
+    /// Handles the end of the connection, for the reason `why`.
     fn is_over(&self, why: String) {
         let lost_at = system_time();
         let mut state = self.state.lock();
@@ -361,8 +365,8 @@ impl ServerConnection {
         }
     }
 
-    /// Describes the end of this process's contact with the server. Right after the loss of the
-    /// connection this waits for about a second at most.
+    /// Describes how this process's contact with the server ended. Right after the loss of the
+    /// connection, waits for about a second at most.
     pub(super) fn parting(&self) -> ServiceParting {
         let until = after(now(), PARTING_WITHIN);
         let mut state = self.state.lock();
@@ -375,8 +379,9 @@ impl ServerConnection {
         ServiceParting::new(state.contact.clone())
     }
 
-    /// If this process has joined: records that the server is silent, fails all pending requests
-    /// and returns true. Otherwise has no effect and returns false.
+    /// Lets a process that has joined go on without the silent server: records the silence, fails
+    /// all pending requests, and returns true. Returns false, and does nothing, if this process has
+    /// not joined.
     fn goes_on_without(&self, why: &str) -> bool {
         let mut state = self.state.lock();
         if !state.joined {
@@ -400,8 +405,8 @@ impl ServerConnection {
         true
     }
 
-    /// Reports to the function of `on_down`, once, that the server is lost to this process. Reports
-    /// nothing while this process leaves.
+    /// Reports the loss of the server to the function of `on_down`, once. Reports nothing while
+    /// this process leaves the job.
     fn tell_loss(&self, why: String) {
         let mut state = self.state.lock();
         if state.leaving || std::mem::replace(&mut state.loss_told, true) {
@@ -466,7 +471,7 @@ impl ServerConnection {
         Ok(())
     }
 
-    /// Keeps the status of a process for the look of request `ask`.
+    /// Stores the status of a process that an observer's request `ask` asked for.
     fn hear_status(
         &self,
         ask: u64,
@@ -484,7 +489,8 @@ impl ServerConnection {
         Ok(())
     }
 
-    /// Passes an answer on to the thread that waits for it. Keeps members of which more will come.
+    /// Passes an answer to the thread that waits for it. If more members will follow, stores those
+    /// of this message.
     fn hear_answer(
         &self,
         ask: u64,
@@ -552,7 +558,7 @@ impl ServerConnection {
     }
 
     /// Closes the connection. All pending requests fail with `why`, or with the earlier reason if
-    /// it had ended before.
+    /// it was closed before.
     pub(super) fn end(&self, why: RendezvousError) {
         let mut state = self.state.lock();
         let why = state.ended.get_or_insert(why).clone();
@@ -590,8 +596,8 @@ impl ServerConnection {
     }
 }
 
-/// Waits at most `peer_timeout` for an answer. Time in which this process was stopped hardly
-/// counts: the whole job may have been stopped.
+/// Waits for an answer, for at most `peer_timeout`. Time in which this process was stopped hardly
+/// counts, because the whole job may have been stopped.
 fn wait_awake(
     answer: &mpsc::Receiver<TimedResult>,
     peer_timeout: Duration,

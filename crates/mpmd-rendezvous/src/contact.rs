@@ -19,42 +19,42 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Returns the time since the system has started, with the time in which it was suspended.
+/// Returns the time since the system started, including time in which the system was suspended.
 pub(super) fn system_time() -> Duration {
     let time = clock_gettime(ClockId::Boottime);
     let seconds = Duration::from_secs(time.tv_sec.try_into().unwrap_or(0));
     seconds + Duration::from_nanos(time.tv_nsec.try_into().unwrap_or(0))
 }
 
-/// The longest time from the end of a connection until this process sees it, unless the process was
-/// stopped. It looks once a second at least.
+/// Longest time until a running process notices that its connection has ended: it checks at least
+/// once a second.
 const SEEN_WITHIN: Duration = Duration::from_secs(2);
 
-/// The contact of a process with the service over one connection. Times are those of
+/// A process's contact with the rendezvous service over one connection. Times are those of
 /// [`system_time`].
 #[derive(Clone, Debug)]
 pub(super) struct ServiceContact {
     peer_timeout: Duration,
-    /// Time at which this process was last seen to run.
+    /// Time at which this process last recorded that it runs.
     ran: Duration,
-    /// Time at which it last went on after a stop that was longer than [`SEEN_WITHIN`].
+    /// Time at which this process last resumed after a stop that was longer than [`SEEN_WITHIN`].
     woke: Option<Duration>,
     heard: Duration,
-    /// True once the service has given this process a place in an epoch. Without one, it says
-    /// nothing of the job that the service answers.
+    /// True once the service has given this process a place in an epoch. Before that, an answer of
+    /// the service does not show if the job still runs.
     has_place: bool,
     service_died: bool,
-    /// True if only this process's connection was closed: the service's address took others.
+    /// True if only this process's connection was closed: the service still accepted others.
     is_cut_off: bool,
-    /// True once the processes have agreed that the service's process leaves the job: then a closed
-    /// connection to it says nothing.
+    /// True once the processes have agreed that the process of the service leaves the job. A closed
+    /// connection to it is then expected.
     is_handed_over: bool,
-    /// The reason why the others may have gone on without this process.
+    /// The reason why the other processes may have continued or ended the job without this one.
     doubt: Option<ContactDoubt>,
 }
 
-/// The reason why the others may have ended the job without this process. The messages call this
-/// process `it`.
+/// The reason why the other processes may have ended the job without this one. In the messages,
+/// `it` is this process.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum ContactDoubt {
     #[error("it was stopped for {stopped:.1?}")]
@@ -63,7 +63,7 @@ pub(super) enum ContactDoubt {
     GivenUp { why: String },
     #[error("it was stopped when its connection was closed")]
     StoppedAtEnd,
-    /// The service was silent when the connection was closed.
+    /// The service had been silent when the connection was closed.
     #[error("it had heard nothing of the job for {silent:.1?}")]
     SilentAtEnd { silent: Duration },
     #[error("its connection was cut while the service was there")]
@@ -74,7 +74,7 @@ pub(super) enum ContactDoubt {
     NoContact,
 }
 
-/// A process's knowledge of the end of its contact with the service.
+/// A record of how a process's contact with the rendezvous service ended.
 #[derive(Clone, Debug)]
 pub struct ServiceParting(ServiceContact);
 
@@ -93,7 +93,7 @@ impl ServiceContact {
         }
     }
 
-    /// Notes that this process runs. It must be called several times in each peer timeout.
+    /// Records that this process runs. Must be called several times in each peer timeout.
     pub(super) fn runs(&mut self, now: Duration) {
         let stopped = now.saturating_sub(self.ran);
         self.ran = now;
@@ -105,26 +105,26 @@ impl ServiceContact {
         }
     }
 
-    /// Notes a sign of life of the service.
+    /// Records a sign of life of the service.
     pub(super) fn hears(&mut self, now: Duration) {
         self.runs(now);
         self.heard = now;
     }
 
-    /// Notes that the service has given this process a place.
+    /// Records that the service has given this process a place in an epoch.
     pub(super) fn has_place(&mut self) {
         self.has_place = true;
     }
 
-    /// Notes that the service has given this process up.
+    /// Records that the service has given this process up, for the reason `why`.
     pub(super) fn is_given_up(&mut self, why: &str) {
         self.doubts(ContactDoubt::GivenUp {
             why: why.to_owned(),
         });
     }
 
-    /// Notes that the connection was closed, without a word that the job has ended. `is_refused` is
-    /// true if nobody listens at the service's address any more.
+    /// Records that the connection was closed before the job has ended. `is_refused` is true if no
+    /// process listens at the service's address any more.
     pub(super) fn is_cut(&mut self, now: Duration, is_refused: bool) {
         self.runs(now);
         let silent = now.saturating_sub(self.heard);
@@ -153,8 +153,7 @@ impl ServiceParting {
         Self(contact)
     }
 
-    /// Joins the knowledge of this end of a contact with `before`, the one of an earlier
-    /// connection.
+    /// Combines this record with `before`, the record of an earlier connection.
     pub(super) fn after(self, before: Option<Self>) -> Self {
         match before {
             Some(Self(before)) if !self.0.has_place => {
@@ -170,8 +169,7 @@ impl ServiceParting {
         }
     }
 
-    /// Marks this as the knowledge of a process that has agreed with the others that the process of
-    /// the service leaves the job.
+    /// Records that all processes have agreed that the process of the service leaves the job.
     #[must_use]
     pub(super) fn handed_over(self) -> Self {
         Self(ServiceContact {
@@ -181,12 +179,12 @@ impl ServiceParting {
         })
     }
 
-    /// Checks that the others cannot have ended the job without this process. `is_first` is true on
-    /// the first process of the list of those that can go on with the service.
+    /// Checks that the other processes cannot have ended the job without this one. `is_first` is
+    /// true on the process that comes first among those that can take over the service.
     ///
     /// # Errors
     ///
-    /// The reason for which they may have.
+    /// The reason why they may have ended it.
     pub(super) fn check(&self, is_first: bool, now: Duration) -> Result<(), ContactDoubt> {
         // invariant: one-end
         let contact = &self.0;

@@ -7,19 +7,19 @@ use serde::{Deserialize, Serialize};
 use super::facts::{Difference, on_two, over_time};
 use mpmd_proto::wire::ProcessId;
 
-/// The reason why a rendezvous failed. Some of these travel from the server to its clients.
+/// The reason why a rendezvous failed. The server sends some of these errors to its clients.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum RendezvousError {
-    /// The server's address is taken, or is not an address of this host. The environment's fault.
+    /// The server's address is in use, or is not an address of this host. The environment's fault.
     #[error("the rendezvous service cannot listen at {address}: {why}")]
     Bind {
-        /// The address asked for.
+        /// The address that the server should listen at.
         address: String,
-        /// The system's error.
+        /// The system's error, as text.
         why: String,
     },
-    /// The server's address does not answer. The environment's fault.
+    /// The server does not accept connections at its address. The environment's fault.
     #[error(
         "the rendezvous service at {server} could not be reached within {peer_timeout:?}: {why}"
     )]
@@ -28,23 +28,24 @@ pub enum RendezvousError {
         server: String,
         /// The peer timeout.
         peer_timeout: Duration,
-        /// The error of the last attempt.
+        /// The error of the last attempt, as text.
         why: String,
     },
-    /// The server does not know the token of this process, or closed the connection unanswered.
+    /// The server does not know this process's token, or closed the connection without an answer.
     /// Most likely the caller's fault.
     #[error("no rendezvous of this job answers at {server}: the job token is probably wrong")]
     Token {
         /// The server's address, as `host:port`.
         server: String,
     },
-    /// The program that listens there is not a rendezvous server. The caller's fault.
+    /// The program that listens at the server's address is not a rendezvous server. The caller's
+    /// fault.
     #[error("the program that listens at {server} is not a rendezvous service of mpmd")]
     Stranger {
-        /// The address, as `host:port`.
+        /// The address at which that program listens, as `host:port`.
         server: String,
     },
-    /// The server is of another build. The caller's fault.
+    /// The server comes from another build. The caller's fault.
     #[error(
         "the rendezvous service at {server} speaks version {theirs}, this process speaks {ours}; \
          run the same build on every process"
@@ -57,25 +58,25 @@ pub enum RendezvousError {
         /// The protocol version of this process.
         ours: u16,
     },
-    /// Some processes of the job did not join in time. All that did join get this error. A peer's
-    /// fault.
+    /// Some processes of the job did not join in time. All processes that have joined get this
+    /// error. A peer's fault.
     #[error("{} not joined after {peer_timeout:?}", have(missing, *processes))]
     Missing {
         /// The missing processes, ascending.
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
-        /// The time that the processes that joined have waited.
+        /// The time that the processes that have joined were waiting.
         peer_timeout: Duration,
     },
-    /// Another living process has this number and keeps it. The caller's fault.
+    /// Another living process has joined with the same number and keeps it. The caller's fault.
     #[error("process {process} is already in the job: it runs on host {host} with pid {pid}")]
     Duplicate {
-        /// The process number that both have.
+        /// The process number of both.
         process: ProcessId,
-        /// The holder's host.
+        /// The host of the process that joined first.
         host: String,
-        /// The holder's process id in its operating system.
+        /// The operating system's id of the process that joined first.
         pid: u32,
     },
     /// This process and the server disagree on the size of the job. The caller's fault.
@@ -83,14 +84,14 @@ pub enum RendezvousError {
         "process {process} was started for a job of {believes} processes, but this job has {job}"
     )]
     Count {
-        /// The process that asked to join.
+        /// The number of the process that asked to join.
         process: ProcessId,
         /// The number of processes that this process was started with.
         believes: usize,
         /// The number of processes that the server was started with.
         job: usize,
     },
-    /// The number is not one of the job's. The caller's fault.
+    /// The process's number is not one of the job's. The caller's fault.
     #[error("there is no process {process} in a job of {processes}: they count from 0")]
     NoSuchProcess {
         /// The process number that is too large.
@@ -98,26 +99,26 @@ pub enum RendezvousError {
         /// Number of processes in the job.
         processes: usize,
     },
-    /// The job is complete: no process can join any more. The caller's fault.
+    /// All processes have joined the job, and no other process can. The caller's fault.
     #[error(
         "process {process} has joined and left this job of {processes} before: a process joins \
          once, so a program has a single `Program::run` (or `from_env`) for all its work; or it \
          was started again after its end: then the program must recover (`Builder::spares`)"
     )]
     Complete {
-        /// The process that asked to join.
+        /// The number of the process that asked to join.
         process: ProcessId,
         /// Number of processes in the job.
         processes: usize,
     },
-    /// A process that was in another run of the job, with the same token, wants to return to this
-    /// one. Its arrays and commits are not of this run. The environment's fault.
+    /// A process of another run of the job, with the same token, tries to return to this run. Its
+    /// arrays and commits do not belong to this run. The environment's fault.
     #[error(
         "process {process} was in another run of this job, and cannot go on in this one: its \
          rendezvous service was started anew; end all processes and start the job again"
     )]
     OtherRun {
-        /// The process that asked to join.
+        /// The number of the process that asked to join.
         process: ProcessId,
     },
     /// Two processes run different programs. All processes get this error. The caller's fault.
@@ -128,20 +129,20 @@ pub enum RendezvousError {
          arguments everywhere"
     )]
     Program {
-        /// The process that joined later.
+        /// The number of the process that joined later.
         process: ProcessId,
         /// The host of `process`.
         host: String,
         /// The program fingerprint of `process`.
         program: String,
-        /// A process that joined before.
+        /// The number of a process that joined before.
         other: ProcessId,
         /// The host of `other`.
         other_host: String,
         /// The program fingerprint of `other`.
         other_program: String,
     },
-    /// Two processes have other options or other files. All processes get this error, unless the
+    /// Two processes have different options or files. All processes get this error, unless the
     /// later one only waits for a place. The caller's fault.
     #[error(
         "process {process} on host {host} differs from process {other} on host {other_host}: {}. \
@@ -150,18 +151,18 @@ pub enum RendezvousError {
         on_two(facts, *process, *other)
     )]
     Differs {
-        /// The process that joined later.
+        /// The number of the process that joined later.
         process: ProcessId,
         /// The host of `process`.
         host: String,
-        /// A process that joined before.
+        /// The number of a process that joined before.
         other: ProcessId,
         /// The host of `other`.
         other_host: String,
         /// The facts that differ, with the values of `process` first.
         facts: Vec<Difference>,
     },
-    /// The files of a process that waited have changed meanwhile. The environment's fault.
+    /// The files of a process have changed while it waited for a place. The environment's fault.
     #[error(
         "this process waited for a place in the job, and takes none, since its files have changed \
          meanwhile: {}. Put the old ones back, or start the job again",
@@ -171,16 +172,17 @@ pub enum RendezvousError {
         /// The facts that have changed, with the earlier values first.
         facts: Vec<Difference>,
     },
-    /// No process takes the place of a lost one, and one that could have was refused. The
+    /// No process takes the place of a lost one; a process that could have was refused. The
     /// environment's fault.
     #[error("{missing}. A process that came was refused: {refused}")]
     NoReplacement {
-        /// The error that names the missing processes.
+        /// The text of the error that names the missing processes.
         missing: String,
-        /// The reason of the refusal.
+        /// The reason of the refusal, as text.
         refused: String,
     },
-    /// A request that only a joined process may make, or a second join. The caller's fault.
+    /// A request that is only allowed after joining, or a second request to join. The caller's
+    /// fault.
     #[error("{what} is possible only {when}")]
     OutOfTurn {
         /// The request, in words.
@@ -188,12 +190,12 @@ pub enum RendezvousError {
         /// The condition under which the request would be allowed, in words.
         when: String,
     },
-    /// No process set the value in time. A peer's fault.
+    /// No process set the value of a key in time. A peer's fault.
     #[error("no process has set {key:?} after {peer_timeout:?}")]
     Unset {
-        /// The key that was asked for.
+        /// The key of the value.
         key: String,
-        /// The time waited.
+        /// The time that the request has waited.
         peer_timeout: Duration,
     },
     /// Some processes did not reach the barrier in time. A peer's fault.
@@ -205,19 +207,19 @@ pub enum RendezvousError {
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
-        /// The time that the arrived processes have waited.
+        /// The time that the processes at the barrier were waiting.
         peer_timeout: Duration,
     },
-    /// The service has given this process up, and may have given its place to another. This
-    /// process's fault, or its machine's.
+    /// The service has given this process up, and may have given its place to another process. The
+    /// fault of this process or its machine.
     #[error("the rendezvous service at {server} has given this process up: {why}")]
     GivenUp {
-        /// The service's address.
+        /// The address of the rendezvous service, as `host:port`.
         server: String,
-        /// The reason, in words.
+        /// The reason why the service has given this process up.
         why: String,
     },
-    /// All processes of a job are lost, so there is nothing that a spare could go on from. The
+    /// All processes of the job are lost, so a spare has no state to continue from. The
     /// environment's fault.
     #[error("all {processes} processes of the job are lost")]
     AllLost {
@@ -227,11 +229,11 @@ pub enum RendezvousError {
     /// A process was lost before the value of a key was set. A peer's fault.
     #[error("the value of {key:?} will not come: process {process} is lost: {why}")]
     NeverSet {
-        /// The key.
+        /// The key whose value was requested.
         key: String,
         /// The process that was lost.
         process: ProcessId,
-        /// The reason, in words.
+        /// The reason why the process was lost.
         why: String,
     },
     /// A process that a barrier needs will never reach it. A peer's fault.
@@ -239,15 +241,16 @@ pub enum RendezvousError {
     BarrierBroken {
         /// The barrier's name.
         name: String,
-        /// The process that will not reach it.
+        /// The process that will not reach the barrier.
         process: ProcessId,
-        /// The reason, in words.
+        /// The reason why the process will not reach the barrier.
         why: String,
     },
-    /// A key, a value, a name or a description of a process is too long. The caller's fault.
+    /// A key, a value, a name, or the [`JobMember`](super::JobMember) of a process is too long. The
+    /// caller's fault.
     #[error("{what} has {bytes} bytes; at most {limit} are allowed")]
     TooLong {
-        /// The name of the text or value that is too long.
+        /// The kind of text or value that is too long.
         what: String,
         /// The actual length in bytes.
         bytes: usize,
@@ -259,11 +262,11 @@ pub enum RendezvousError {
     ServerGone {
         /// The server's address, as `host:port`.
         server: String,
-        /// The connection's error, in words.
+        /// The reason for the end of the connection, as text.
         why: String,
     },
-    /// The service is gone, and this process does not go on with it: the others may have ended the
-    /// job without this process. The environment's fault.
+    /// The service is gone. This process does not take it over, because the others may have ended
+    /// the job without it. The environment's fault.
     #[error(
         "the rendezvous service of this job at {server} is gone, and this process does not go on \
          without the others, since {why}: they may have ended the job. See what they say and have \
@@ -272,16 +275,16 @@ pub enum RendezvousError {
     Outlived {
         /// The service's address, as `host:port`.
         server: String,
-        /// The reason, in words.
+        /// The reason why the others may have ended the job without this process.
         why: String,
     },
-    /// This process has left the job. The caller's fault.
+    /// This process has already left the job. The caller's fault.
     #[error("this process has left the job")]
     Left,
-    /// The server stopped, in its own process, before the job was complete. The caller's fault.
+    /// The server's owner stopped the server before all processes had joined. The caller's fault.
     #[error("the rendezvous service was stopped")]
     Stopped,
-    /// This process could not do its part. The environment's fault.
+    /// An operation of this process failed because of its environment.
     #[error("{doing} failed: {why}")]
     Environment {
         /// The failed operation.
@@ -291,7 +294,7 @@ pub enum RendezvousError {
     },
 }
 
-/// Formats missing processes as "processes 2 and 5 of 8 have". Long lists are cut.
+/// Formats missing processes as "processes 2 and 5 of 8 have". Shortens long lists.
 fn have(missing: &[ProcessId], of: usize) -> String {
     const SHOWN: usize = 16;
     let mut names: Vec<String> = missing

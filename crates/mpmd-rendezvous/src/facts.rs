@@ -7,22 +7,22 @@ use serde::{Deserialize, Serialize};
 
 use mpmd_proto::wire::ProcessId;
 
-/// Limit on the bytes of all facts of a process.
+/// Limit on the total size of a process's facts in bytes.
 pub(super) const MAX_FACT_BYTES: usize = 128 << 10;
 
-/// Limit on the differences that an error shows.
+/// Largest number of differences that an error message shows.
 const SHOWN: usize = 6;
 
 /// A named value that must be equal on all processes of a job, such as a program option or the
 /// content of a file.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Fact {
-    /// The name, for messages: unique in its process.
+    /// The fact's name, for messages. No other fact of the process has it.
     pub name: String,
-    /// The value that is compared. `None` if this process does not know it, such as the content of
-    /// a file that only another one has: then it agrees with every value.
+    /// The value to compare. `None` if this process does not know it, such as the content of a file
+    /// that only another process has. `None` agrees with every value.
     pub value: Option<String>,
-    /// More about the value, for messages: the path of a file, its size and time. Not compared.
+    /// Additional text for messages, such as a file's path, size and time. It is not compared.
     pub note: String,
 }
 
@@ -36,7 +36,7 @@ impl Fact {
         }
     }
 
-    /// Returns the value for a message, with the note unless it is the one that was shown last.
+    /// Returns the value as text for a message. Appends the note unless it equals `last_note`.
     fn shown<'a>(&'a self, last_note: &mut &'a str) -> String {
         let value = self.value.as_deref().unwrap_or("no value");
         let note = self.note.as_str();
@@ -47,7 +47,7 @@ impl Fact {
     }
 }
 
-/// A fact that differs on two processes, or at two times.
+/// A fact whose values differ on two processes, or at two times.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Difference {
     /// The name of the fact.
@@ -59,8 +59,9 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// Returns the facts that differ. A fact that only one of them has differs. Of facts in a row
-    /// with the same note, such as parts of one file, the first shows it.
+    /// Returns the facts that differ, including facts that only one of the lists contains. Of
+    /// consecutive facts with the same note, such as parts of one file, only the first shows the
+    /// note.
     pub fn between(first: &[Fact], second: &[Fact]) -> Vec<Self> {
         let [of_first, of_second] = [first, second].map(by_name);
         let only_second = second
@@ -108,7 +109,8 @@ fn by_name(facts: &[Fact]) -> BTreeMap<&str, &Fact> {
         .collect()
 }
 
-/// Formats the facts that differ on two processes, those of the smaller number first.
+/// Formats the facts that differ on two processes. The values of the process with the lower number
+/// come first.
 pub(super) fn on_two(
     facts: &[Difference],
     process: ProcessId,
@@ -122,7 +124,7 @@ pub(super) fn on_two(
     })
 }
 
-/// Formats the facts of a process that have changed.
+/// Formats the facts of one process that have changed.
 pub(super) fn over_time(facts: &[Difference]) -> impl fmt::Display {
     list(facts, |Difference { first, second, .. }| {
         format!("it was {first}, and is {second}")

@@ -13,7 +13,7 @@ use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-/// A client's end of its connection to a hub.
+/// A client's end of its connection to a [`LocalHub`].
 pub(super) struct LocalLine {
     hub: Arc<LocalHub>,
     link: Link,
@@ -34,10 +34,10 @@ impl LocalLine {
     }
 }
 
-/// The state of a job, and the channels for its replies to the clients.
+/// The state of a job without sockets, and the channels for replies to its clients.
 pub(super) struct LocalHub {
     state: Mutex<HubState>,
-    /// Notified when the job has changed, so that another time may be due.
+    /// Notified when the job's state has changed, and with it perhaps the next deadline.
     changed: Condvar,
     pub(super) processes: usize,
     pub(super) peer_timeout: Duration,
@@ -45,9 +45,9 @@ pub(super) struct LocalHub {
 
 struct HubState {
     job: JobState,
-    /// By open connection.
+    /// The channel for replies to each client, by connection.
     replies: BTreeMap<Link, mpsc::Sender<ServerReply>>,
-    /// Number of connections so far.
+    /// Number of connections that have been opened so far.
     links: Link,
     is_stopped: bool,
 }
@@ -70,7 +70,7 @@ impl LocalHub {
         }
     }
 
-    /// Handles all that is due, until [`stop`](Self::stop).
+    /// Handles deadlines as they become due, until [`stop`](Self::stop) is called.
     pub(super) fn run(&self) {
         let mut state = self.state.lock();
         while !state.is_stopped {
@@ -90,7 +90,8 @@ impl LocalHub {
         drop(replies);
     }
 
-    /// Waits until the job is over or can never be complete, at most for `time`.
+    /// Waits until the job is over or can never be complete, for at most `time`. Returns `None`
+    /// after `time`.
     pub(super) fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
         let until = after(now(), time);
         let mut state = self.state.lock();

@@ -48,7 +48,7 @@ pub(super) struct JobState {
     actions: JobActions,
 }
 
-/// A connection that has proved to know the token.
+/// A connection whose client has proved that it knows the token.
 struct JobClient {
     heard: Instant,
     ping_at: Instant,
@@ -56,7 +56,7 @@ struct JobClient {
 }
 
 impl JobState {
-    /// Creates the job of the run with this identity, which differs from that of every other run.
+    /// Creates the state of a job. `run` is the random identity of this run.
     pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
         Self::of(
             Epochs::new(processes, peer_timeout, run, now),
@@ -65,8 +65,8 @@ impl JobState {
         )
     }
 
-    /// Creates the job that goes on after the epoch `past`, of which another service knew. The job
-    /// was started with `launched` processes. See `epochs::resumed`.
+    /// Creates the state of a job that continues after the epoch `past`, which another service
+    /// managed. The job was started with `launched` processes. See `epochs::resumed`.
     pub(super) fn resumed(
         launched: usize,
         peer_timeout: Duration,
@@ -95,23 +95,22 @@ impl JobState {
         }
     }
 
-    /// Returns the processes of the job, for the server's owner.
+    /// Returns the processes of the job and their epochs, for the server's owner.
     pub(super) fn epochs(&self) -> &Epochs {
         &self.epochs
     }
 
-    /// Notes that the server's owner may still start processes for free places, or that it will
-    /// start none any more.
+    /// Records if the server's owner may still start processes for free places.
     pub(super) fn owner_starts(&mut self, yes: bool) {
         self.epochs.owner_starts(yes, &mut self.actions);
     }
 
-    /// Takes the actions that the server must carry out, added since the last call.
+    /// Returns and removes the actions that the server must carry out.
     pub(super) fn actions(&mut self) -> Vec<JobAction> {
         self.actions.take()
     }
 
-    /// Adds a client that has proved to know the token. It must join within the peer timeout.
+    /// Adds a client that has proved that it knows the token. It must join within the peer timeout.
     pub(super) fn opened(&mut self, link: Link, now: Instant) {
         let client = JobClient {
             heard: now,
@@ -121,15 +120,15 @@ impl JobState {
         self.clients.insert(link, client);
     }
 
-    /// Handles the end of a client's connection: drops its requests. If it had joined, its process
-    /// counts as died.
+    /// Handles the end of a client's connection and drops the client's requests. If the client had
+    /// joined, its process counts as dead.
     pub(super) fn closed(&mut self, link: Link, why: &str) {
         if let Some(process) = self.forget(link) {
             self.end(link, process, why, EndKind::Died);
         }
     }
 
-    /// Handles a request of a client.
+    /// Handles a client's request.
     pub(super) fn said(&mut self, link: Link, request: ClientRequest, now: Instant) {
         let Some(client) = self.clients.get_mut(&link) else {
             return;
@@ -207,7 +206,7 @@ impl JobState {
         }
     }
 
-    /// Handles the request of a client that leaves its epoch.
+    /// Handles a client's request to leave its epoch.
     fn leave(&mut self, link: Link, ask: u64, how: LeaveKind, now: Instant) {
         self.actions.answer(link, ask, Ok(RequestAnswer::Done));
         self.actions.close(link);
@@ -232,8 +231,8 @@ impl JobState {
         }
     }
 
-    /// Sends due pings, drops silent clients and fails expired requests. Returns the time by which
-    /// it must be called again.
+    /// Sends due pings, drops silent clients, and fails expired requests. Returns the time of the
+    /// next call.
     pub(super) fn tick(&mut self, now: Instant) -> Instant {
         self.watch(now);
         self.epochs.tick(now, &mut self.actions);
@@ -289,9 +288,9 @@ impl JobState {
         }
     }
 
-    /// Extends all deadlines by the time in which the server itself was stopped (a suspended
-    /// machine, Ctrl-Z). Most likely its clients were stopped too, so none of them is silent or
-    /// late.
+    /// Extends all deadlines by the time in which the server was stopped, for example by Ctrl-Z or
+    /// a suspended machine. Its clients were most likely stopped too, so none of them counts as
+    /// silent or late.
     fn put_off(&mut self, stopped: Duration, now: Instant) {
         for client in self.clients.values_mut() {
             client.heard = now;
@@ -375,14 +374,15 @@ impl JobState {
         Ok(answer)
     }
 
-    /// Lets a client stay for as long as the job runs. It need not join.
+    /// Exempts a client from the deadline for joining: it may stay as long as the job runs.
     fn stays(&mut self, link: Link, now: Instant) {
         if let Some(client) = self.clients.get_mut(&link) {
             client.join_by = after(now, Duration::MAX);
         }
     }
 
-    /// Removes a client and its pending requests. Returns its process, if it had joined.
+    /// Removes a client and its pending requests. Returns the number of its process, if it had
+    /// joined.
     fn forget(&mut self, link: Link) -> Option<ProcessId> {
         self.values.forget(link);
         self.barriers.forget(link);
@@ -391,8 +391,8 @@ impl JobState {
         self.epochs.forget(link, &mut self.actions)
     }
 
-    /// Handles the end of a process. If its epoch runs, fails all that waits for it, and tells the
-    /// others if it died.
+    /// Handles the end of a process. If its epoch is running, fails all requests that wait for the
+    /// process. If it died, tells the others.
     fn end(&mut self, link: Link, process: ProcessId, why: &str, how: EndKind) {
         let epoch_runs = self
             .epochs
@@ -426,7 +426,7 @@ impl JobState {
         self.epochs.dismiss_spares(self.ticked, &mut self.actions);
     }
 
-    /// Fails the requests of this epoch's processes for values that nobody may set any more.
+    /// Fails requests of this epoch's processes for values that will never be set.
     fn fail_gets(&mut self, process: ProcessId, why: &str) {
         let is_of_epoch = |link| self.epochs.has_joined(link);
         self.values
@@ -434,7 +434,8 @@ impl JobState {
     }
 }
 
-/// Interval of pings to clients: several within `peer_timeout`, and at least one a second.
+/// Returns the interval of pings to clients: several within `peer_timeout`, and at least one per
+/// second.
 pub(super) fn ping_interval(peer_timeout: Duration) -> Duration {
     (peer_timeout / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
 }

@@ -74,97 +74,99 @@ pub use mpmd_handshake::token::{Token, TokenError};
 /// A process's description of itself, sent to the others when it joins.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct JobMember {
-    /// The name of the process's host, for messages and to tell if two processes share a host.
+    /// The name of the process's host. Processes with equal names count as being on one host.
     pub host: String,
     /// The process's id in the operating system.
     pub pid: u32,
     /// Number of devices that the process owns.
     pub devices: u32,
-    /// The addresses of the process's transports: pairs of (the transport's name, an address in
-    /// that transport's format).
+    /// The addresses of the process's transports, as pairs: the transport's name, and an address in
+    /// its own format.
     pub addresses: Vec<(String, String)>,
-    /// A fingerprint of the program, which must be equal in all processes. May be empty, but then
-    /// in all.
+    /// A fingerprint of the program, equal on all processes. It may be empty on all.
     pub program: String,
-    /// Facts about the program that must be equal in all processes. Of the members that a process
-    /// is told only the first one has them.
+    /// Facts about the program that must be equal on all processes. In [`JoinedEpoch::members`],
+    /// only the first member has them.
     pub facts: Box<[Fact]>,
-    /// The reason why the process cannot take part, if there is one: the others then hear it
-    /// instead of missing the process.
+    /// The reason why the process cannot take part; `None` if it can. The other processes then fail
+    /// with this reason at once.
     pub trouble: Option<String>,
-    /// The numbers of processes with which the program goes on after the first epoch, ascending.
-    /// Empty if it only does with all. Equal in all processes. Of the members that a process is
-    /// told only the first one has them.
+    /// The numbers of processes with which the program can run after the first epoch, ascending and
+    /// equal on all processes. Empty if it needs all processes. In [`JoinedEpoch::members`], only
+    /// the first member has them.
     pub sizes: Vec<SizeRange>,
-    /// True if the process was added to the job: it may make it larger than it was at first.
+    /// True if the process was added to a running job. It may make the job larger than at its
+    /// start.
     pub is_added: bool,
-    /// True if the process leaves the job, but has copies of its state. It waits without a place
-    /// until a commit of the others is whole, and has one again if a process is lost before.
+    /// True if the process leaves the job but has copies of its state. It waits without a place
+    /// until all others have completed a commit. If a process is lost before that, it gets a place
+    /// again.
     pub leaves: bool,
-    /// The place where the process can go on with the service. `None` on the one that runs it, and
-    /// in a job whose service does not move.
+    /// The address at which the process can take over the service. `None` on the process that runs
+    /// the service, and in a job whose service cannot move.
     pub heir: Option<Heir>,
 }
 
-/// An epoch of the job, and this process's part in it.
+/// An epoch of the job that this process has joined, and its place in it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct JoinedEpoch {
-    /// The number of this process. A spare gets that of the process that it replaces.
+    /// The number of this process. A spare gets the number of the process that it replaces.
     pub process: ProcessId,
-    /// The epoch.
+    /// The number of the epoch; the first is 1.
     pub epoch: u64,
-    /// The random identity of the job's run, the same in all its epochs and on all processes. Jobs
-    /// that have the same token have different ones.
+    /// The random identity of the job's run, equal in all epochs and on all processes. Two jobs
+    /// with the same token have different identities.
     pub run: u128,
     /// The descriptions of all processes, by process number.
     pub members: Vec<JobMember>,
-    /// The commits of the job, and those that leave it.
+    /// The job's complete commits, and the number of processes that leave it.
     pub standing: CommitStanding,
 }
 
-/// The commits of a job at the begin of an epoch.
+/// The state of a job's commits at the start of an epoch.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct CommitStanding {
-    /// The newest epoch of which a commit was whole on all processes. `None` before the first one.
+    /// The newest epoch of which all processes have completed a commit. `None` if there is none.
     pub whole: Option<u64>,
-    /// Number of processes that leave the job, and have copies until a commit of this epoch is
-    /// whole.
+    /// Number of processes that leave the job. They keep copies of its state until all processes
+    /// have completed a commit of this epoch.
     pub leavers: u32,
 }
 
-/// The part of a process in its job, as the server's owner sees it.
+/// The role of a process in its job, as the server's owner sees it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ProcessPart {
-    /// It waits for a place.
+    /// The process has asked to join, and waits for a place (a process number) in the job.
     Waits,
-    /// It has this place, or has died with it.
+    /// The process has this place in the current epoch. It may have died there.
     Holds(ProcessId),
-    /// It had this place in the last epoch, and has left in order.
+    /// The process had this place in the last epoch, and has left in order.
     Left(ProcessId),
-    /// It has died with this place, and the others have begun another epoch.
+    /// The process died with this place, and the others have begun another epoch.
     Died(ProcessId),
-    /// It has no place any more: it was given up, or had left before others began a new epoch.
+    /// The process has lost its place: it was given up, or had left before others began a new
+    /// epoch.
     Out,
 }
 
-/// The failure that a process ends with, as reported to the server's owner.
+/// The failure that ends a process, as it reports it to the server's owner.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct FailureReport {
-    /// The failure that caused the others. Its process need not be the reporting process.
+    /// The first failure, which caused the others. It may be the failure of another process.
     pub failure: Failure,
     /// The rolling hash of the reporting process at the failure's operation. 0 if its program had
-    /// ended before that operation; `None` if it had not reached the operation or no longer knows
+    /// ended before that operation. `None` if it had not reached the operation or no longer knows
     /// the hash.
     pub hash: Option<u128>,
 }
 
-/// A process or the server has gone without leaving in order.
+/// The loss of a process or of the server, which ended without leaving in order.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Down {
-    /// (Process of the job, the reason that the server gives).
+    /// The loss of this process of the job, with the reason that the server gives.
     Process(ProcessId, String),
-    /// The server itself, with the reason: it has ended, cannot be reached, or is silent. Reported
-    /// once. For a process that has joined this is only a warning; ends of processes may not be
-    /// reported from now on.
+    /// The loss of the server, with the reason: it has ended, cannot be reached, or is silent.
+    /// Reported once. A process that has joined can go on, but may not be told of later losses of
+    /// processes.
     Server(String),
 }

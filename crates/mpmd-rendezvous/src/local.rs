@@ -14,29 +14,29 @@ use super::{FailureReport, JobObserver, JoinConfig, Rendezvous, RendezvousError,
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-/// The service where the simulated processes of one job meet: the same as a
-/// [`RendezvousServer`](super::RendezvousServer), with the same state, without sockets. In a
-/// simulated world its time is simulated too. Dropping it stops the service.
+/// The rendezvous service of a job whose processes are all simulated in this OS process. It works
+/// like a [`RendezvousServer`](super::RendezvousServer), without sockets. In a simulated world its
+/// time is simulated too. Dropping it stops the service.
 pub struct LocalServer {
     hub: Arc<LocalHub>,
     thread: Option<thread::JoinHandle<()>>,
 }
 
-/// The address of both ends of every connection.
+/// The address that both ends of every connection report.
 const HERE: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
 
-/// A client's connection to a [`LocalServer`], by which it can be [cut](LocalServer::cut).
+/// Identifies a client's connection to a [`LocalServer`], for [`LocalServer::cut`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LocalLink(Link);
 
 impl LocalServer {
-    /// Starts the service for a job of `processes`, on a thread of its own. `peer_timeout` is the
-    /// time for all processes to join, and the longest silence of a process. `run` is the identity
-    /// of the job's run.
+    /// Starts the service for a job of `processes` processes, on a new thread. `peer_timeout` is
+    /// the time limit for all processes to join, and the longest silence of a process. `run` is the
+    /// identity of the job's run.
     ///
     /// # Errors
     ///
-    /// If the system gives no thread.
+    /// If the system cannot start a thread.
     pub fn start(processes: usize, peer_timeout: Duration, run: u128) -> io::Result<Self> {
         let hub = Arc::new(LocalHub::new(processes, peer_timeout, run));
         let ticks = hub.clone();
@@ -49,13 +49,13 @@ impl LocalServer {
         })
     }
 
-    /// Connects a process to the service. Starts a thread that hears its replies. The process ends
-    /// as it does with a [`RendezvousServer`](super::RendezvousServer): it leaves, or counts as
-    /// died when its [`Rendezvous`] is dropped.
+    /// Connects a process to the service, and starts a thread that handles the service's replies.
+    /// As with a [`RendezvousServer`](super::RendezvousServer), the process should leave. It counts
+    /// as dead when its [`Rendezvous`] is dropped.
     ///
     /// # Errors
     ///
-    /// If the system gives no thread.
+    /// If the system cannot start a thread.
     pub fn connect(&self, process: ProcessId) -> io::Result<(Rendezvous, LocalLink)> {
         let LocalHub {
             processes,
@@ -84,11 +84,11 @@ impl LocalServer {
         ))
     }
 
-    /// Connects an observer to the service, as [`connect`](Self::connect) does a process.
+    /// Connects an observer to the service.
     ///
     /// # Errors
     ///
-    /// If the system gives no thread.
+    /// If the system cannot start a thread.
     pub fn observe(&self) -> io::Result<JobObserver> {
         let (link, _) = self.open()?;
         Ok(JobObserver { link, local: HERE })
@@ -110,18 +110,18 @@ impl LocalServer {
         Ok((connection, LocalLink(link)))
     }
 
-    /// Stops the service: all connections end, and nobody can join any more.
+    /// Stops the service: all connections end, and no process can join any more.
     pub fn stop(&self) {
         self.hub.stop();
     }
 
-    /// Waits for the end of the job, as
+    /// Waits until the job ends, for at most `time`, as
     /// [`RendezvousServer::wait_end`](super::RendezvousServer::wait_end) does.
     pub fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
         self.hub.wait_end(time)
     }
 
-    /// True once all processes have joined the job.
+    /// Returns true once all processes have joined the job.
     pub fn is_complete(&self) -> bool {
         self.hub.is_complete()
     }
@@ -131,8 +131,7 @@ impl LocalServer {
         self.hub.reports()
     }
 
-    /// Ends a client's connection, as the system does if its process dies. Does nothing if it has
-    /// ended.
+    /// Ends a client's connection, as the death of its process would. Does nothing if it has ended.
     pub fn cut(&self, link: LocalLink) {
         self.hub.closed(link.0, "its connection was closed");
     }

@@ -10,23 +10,23 @@ use super::protocol::{ClientRequest, ProcessStatus, RequestAnswer};
 use super::{JoinConfig, RendezvousError, Token};
 use mpmd_proto::wire::ProcessId;
 
-/// A connection to a job's [`RendezvousServer`](super::RendezvousServer) that is not a process of
-/// the job.
+/// A connection to a job's [`RendezvousServer`](super::RendezvousServer) that does not belong to a
+/// process of the job.
 ///
-/// It asks all processes for their status. A process answers by the function of
-/// [`Rendezvous::on_look`](super::Rendezvous::on_look).
+/// It asks all processes for their status. Each process answers with the result of its function set
+/// by [`Rendezvous::on_look`](super::Rendezvous::on_look).
 pub struct JobObserver {
     pub(super) link: Arc<ServerConnection>,
     pub(super) local: SocketAddr,
 }
 
 impl JobObserver {
-    /// Connects to the server at `server`, a `host:port`, with the job's token. Starts a thread
-    /// that reads the connection. Waits at most `timeout` for the server.
+    /// Connects to the server at the address `server` (`host:port`), with the job's token. Starts a
+    /// thread that reads the connection. Waits for the server for at most `timeout`.
     ///
     /// # Errors
     ///
-    /// Those of [`Rendezvous::connect`](super::Rendezvous::connect), except
+    /// The errors of [`Rendezvous::connect`](super::Rendezvous::connect), except
     /// [`NoSuchProcess`](RendezvousError::NoSuchProcess).
     pub fn connect(server: &str, token: Token, timeout: Duration) -> Result<Self, RendezvousError> {
         let process = ProcessId(0);
@@ -43,23 +43,23 @@ impl JobObserver {
         Ok(Self { link, local })
     }
 
-    /// The address of this end of the connection: the server can most likely reach this process
-    /// there.
+    /// Returns the local address of the connection, at which the server can most likely reach this
+    /// process.
     pub fn local_address(&self) -> SocketAddr {
         self.local
     }
 
-    /// Passes `words` on to each process, empty or in the encoding of its function. Returns the
-    /// status of each process in its own encoding, or the reason why there is none: the
-    /// process has not joined, is starting, has ended, or has not answered within a second. Blocks
-    /// until all have answered, at most `timeout` plus two seconds.
+    /// Asks each process for its status. Passes it `words`, which are empty or in the encoding that
+    /// its function expects. Returns the status of each process in its own encoding, or the reason
+    /// why there is none. The process has not joined, is starting, has ended, or has not answered
+    /// within a second. Blocks until all have answered, for at most `timeout` plus two seconds.
     ///
     /// # Errors
     ///
     /// [`ServerGone`](RendezvousError::ServerGone) if the job has ended or no answer comes. The
     /// error of a job that can never be complete. [`OutOfTurn`](RendezvousError::OutOfTurn) if
-    /// another thread looks through this observer. [`TooLong`](RendezvousError::TooLong) if the
-    /// words do not fit a message.
+    /// another thread is in `look` on this observer. [`TooLong`](RendezvousError::TooLong) if
+    /// `words` do not fit a message.
     pub fn look(
         &self,
         words: &[u8],

@@ -12,13 +12,12 @@ use mpmd_handshake::Protocol;
 use mpmd_proto::control::{self, ControlError};
 use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
-/// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
-/// same.
+/// The version of the rendezvous protocol of this crate. Server and clients must have the same.
 pub const VERSION: u16 = 12;
 
-/// The longest value that can be shared under a key, in bytes.
+/// The longest value that can be set under a key, in bytes.
 ///
-/// A little less than a message, so that every value that was set also fits an answer.
+/// It is a little less than the longest message, so that every value also fits an answer.
 pub const MAX_VALUE_BYTES: usize = MAX_CONTROL_BYTES as usize - 4096;
 
 /// The longest key, and the longest name of a barrier, in bytes.
@@ -26,14 +25,14 @@ pub(super) const MAX_KEY_BYTES: usize = 1024;
 
 const MAX_FRAME_BYTES: usize = MAX_CONTROL_BYTES as usize;
 
-/// The handshake that a connection begins with.
+/// The handshake at the start of a connection.
 pub(super) const HANDSHAKE: Protocol = Protocol {
     magic: *b"MPMDMEET",
     version: VERSION,
     facts: [0, 4],
 };
 
-/// Encodes the interval of the server's pings, the fact of its handshake.
+/// Encodes the interval of the server's pings, which the server sends in its handshake.
 pub(super) fn encode_ping(ping: Duration) -> [u8; 4] {
     u32::try_from(ping.as_millis())
         .unwrap_or(u32::MAX)
@@ -41,23 +40,23 @@ pub(super) fn encode_ping(ping: Duration) -> [u8; 4] {
         .to_le_bytes()
 }
 
-/// Decodes the interval of the server's pings. `None` if there are not 4 bytes.
+/// Decodes the interval of the server's pings. Returns `None` unless `facts` has 4 bytes.
 pub(super) fn decode_ping(facts: &[u8]) -> Option<Duration> {
     let millis = u32::from_le_bytes(facts.try_into().ok()?);
     Some(Duration::from_millis(millis.into()))
 }
 
-/// A client's message. `ask` is a number that the answer repeats.
+/// A client's message to the server. Its answer repeats the number `ask`.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum ClientRequest {
     Join {
         ask: u64,
         process: ProcessId,
         processes: u64,
-        /// The epoch of the job: 1, or the one after the epoch that has failed.
+        /// The epoch to join: 1, or the number after that of the failed epoch.
         epoch: u64,
         identity: Identity,
-        /// True if the client waits for the place of another process, should it find none of its
+        /// True if the client wants to wait for another process's place, if it has no place of its
         /// own.
         waits: bool,
         peer_timeout: Duration,
@@ -86,19 +85,19 @@ pub(super) enum ClientRequest {
         how: LeaveKind,
     },
     Pong,
-    /// A commit of the client's epoch is whole on all its processes. Has no answer.
+    /// Reports that all processes have completed a commit of the client's epoch. It has no answer.
     Whole,
     Report {
         ask: u64,
         report: FailureReport,
     },
-    /// Asks for the status of every process. The client need not have joined.
+    /// Asks for the status of every process. The client need not have joined the job.
     Look {
         ask: u64,
-        /// The client's words to the processes; empty if it only looks.
+        /// Bytes that are passed to each process; empty to ask only for the status.
         words: Vec<u8>,
     },
-    /// The answer of a process to [`ServerReply::Look`].
+    /// A process's answer to [`ServerReply::Look`].
     Status {
         look: u64,
         status: ProcessStatus,
@@ -108,20 +107,20 @@ pub(super) enum ClientRequest {
 /// The way in which a process leaves an epoch.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum LeaveKind {
-    /// The job has ended well: all processes of the epoch have come to its end.
+    /// The job has ended well: all processes of the epoch have reached the end.
     Ends,
-    /// It has failed, or the job goes on without it.
+    /// The process has failed, or the job goes on without it.
     Leaves,
-    /// It will join the next epoch.
+    /// The process will join the next epoch.
     Returns,
-    /// It does not take the place that it has got, for this reason.
+    /// The process does not take the place that it has got, for this reason.
     GivesBack(String),
 }
 
-/// The status of a process in its own encoding, or the reason why there is none, in words.
+/// The status of a process in its own encoding, or the reason why there is none.
 pub type ProcessStatus = Result<Vec<u8>, String>;
 
-/// A server's message.
+/// A message from the server to a client.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum ServerReply {
     Answer {
@@ -133,42 +132,43 @@ pub(super) enum ServerReply {
         process: ProcessId,
         why: String,
     },
-    /// This client has a place in the epoch that gathers. Nobody else gets it as long as its
-    /// connection stands.
+    /// The client has a place in the epoch that waits for its processes. No other process gets that
+    /// place while the client is connected.
     Place,
-    /// The next epoch of the job can have so many processes: more than this one if others wait for
-    /// a place. `replacements` can have places of processes that leave this one. Said to process 0.
+    /// Tells process 0 how many processes the next epoch can have: more than this epoch if others
+    /// wait for a place. `replacements` is the number of processes that can replace processes of
+    /// this epoch.
     CouldHave {
         processes: u32,
         replacements: u32,
     },
-    /// The server drops this client and closes the connection.
+    /// The server gives this client up and closes the connection.
     Dropped {
         why: String,
     },
-    /// The epoch for which this client waits cannot begin: these processes are alive, but still run
-    /// code of their own in the epoch before.
+    /// The epoch that this client has joined cannot begin. These processes are alive, but are still
+    /// running their own code in the previous epoch.
     Busy {
         epoch: u64,
         processes: Vec<ProcessId>,
-        /// Time since the epoch began to gather.
+        /// Time since the server began to wait for the epoch's processes.
         waited: Duration,
     },
-    /// Asks this process for its status. Its answer repeats the number `look`.
+    /// Asks the process of this client for its status. The answer repeats the number `look`.
     Look {
         look: u64,
-        /// The words of [`ClientRequest::Look`].
+        /// The bytes from [`ClientRequest::Look`].
         words: Vec<u8>,
     },
-    /// The status of one process, for the client's request [`ClientRequest::Look`]. One comes for
-    /// each process, and then [`RequestAnswer::Done`].
+    /// The status of one process, for the client's [`ClientRequest::Look`]. After the statuses of
+    /// all processes, [`RequestAnswer::Done`] follows.
     Status {
         ask: u64,
         process: ProcessId,
         status: ProcessStatus,
     },
-    /// The addresses of the processes that can go on with the service, in their order. Said to a
-    /// client that waits for a place.
+    /// The addresses of the processes that can take over the service, in order. Sent to a client
+    /// that waits for a place.
     Heirs {
         /// The identity of the job's run.
         run: u128,
@@ -180,9 +180,10 @@ pub(super) enum ServerReply {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum RequestAnswer {
     Done,
-    /// Members by process number. If `more` is true, further messages continue the list.
+    /// The members of the epoch by process number. If `more` is true, the next message continues
+    /// the list.
     Members {
-        /// The number of the client's process.
+        /// The number of the client's process in the epoch.
         process: ProcessId,
         epoch: u64,
         run: u128,
@@ -191,11 +192,11 @@ pub(super) enum RequestAnswer {
         more: bool,
     },
     Value(Vec<u8>),
-    /// The server's clock, in nanoseconds since 1970.
+    /// The current time of the server's clock, in nanoseconds since 1970.
     Clock(i64),
 }
 
-/// Splits a reply into messages, lazily: all members of a large job do not fit one message.
+/// Splits a reply into messages one by one: the members of a large job do not fit one message.
 pub(super) fn parts(reply: ServerReply) -> Box<dyn Iterator<Item = ServerReply> + Send> {
     let ServerReply::Answer {
         ask,
@@ -246,8 +247,7 @@ pub(super) fn parts(reply: ServerReply) -> Box<dyn Iterator<Item = ServerReply> 
     }))
 }
 
-/// Encodes a message as a frame: its length in 4 bytes, then the payload. Fails if the message is
-/// too long.
+/// Encodes a message with its length in front, in 4 bytes. Fails if the message is too long.
 pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousError> {
     let too_long = |bytes| RendezvousError::TooLong {
         what: "a rendezvous message".into(),
@@ -269,7 +269,7 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
     Ok(bytes)
 }
 
-/// The fault of an invalid message. Always the sender's.
+/// The fault of an invalid message. The sender is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum FrameError {
     #[error("a message announces {bytes} bytes; 1 to {MAX_FRAME_BYTES} are allowed")]
@@ -278,7 +278,7 @@ pub(super) enum FrameError {
     Content(#[from] ControlError),
 }
 
-/// A buffer that cuts a byte stream into messages, in any pieces that it arrives.
+/// A buffer that splits a byte stream into messages, however the stream is cut.
 #[derive(Default)]
 pub(super) struct FrameBuffer {
     bytes: Vec<u8>,
@@ -292,7 +292,7 @@ impl FrameBuffer {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Decodes the next whole message. Returns `Ok(None)` if more bytes are needed.
+    /// Decodes the next complete message. Returns `Ok(None)` if more bytes are needed.
     pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, FrameError> {
         let rest = &self.bytes[self.taken..];
         let Some((length, rest)) = rest.split_first_chunk::<4>() else {

@@ -10,23 +10,25 @@ use super::{
     ServiceParting, Succession,
 };
 
-/// A process's knowledge of the place of its job's service, over the epochs of the job.
+/// Finds a job's rendezvous service again when it moves to another process.
 #[derive(Debug)]
 pub struct ServiceSeeker {
     service: String,
-    /// True if the process at `service` runs it no more, or runs that of another job.
+    /// True if the process at `service` no longer runs the service of this job.
     is_left: bool,
-    /// True if the process that ran the service leaves the job, and comes to the next place.
+    /// True if the process that ran the service leaves the job, and connects to the service's next
+    /// place.
     host_lives: bool,
-    /// `None` on a process that runs the service, and on one that cannot go on with it.
+    /// This process's listener, for taking over the service. `None` on the process that runs the
+    /// service, and on a process that cannot take it over.
     deputy: Option<Deputy>,
     succession: Option<Succession>,
-    /// The end of the last contact with the service. `None` before the first.
+    /// The record of this process's last contact with the service. `None` before the first.
     parting: Option<ServiceParting>,
 }
 
 impl ServiceSeeker {
-    /// Creates the knowledge of a process that starts: the address of the service.
+    /// Creates the seeker of a process that starts. `service` is the address of the service.
     pub fn new(service: String) -> Self {
         Self {
             service,
@@ -38,8 +40,8 @@ impl ServiceSeeker {
         }
     }
 
-    /// Notes the end of this process's contact with the service. It decides if this process may go
-    /// on with the service itself.
+    /// Records how this process's contact with the service ended. It decides if this process may
+    /// take over the service.
     pub fn part(&mut self, parting: ServiceParting) {
         let parting = parting.after(self.parting.take());
         self.parting = Some(if self.is_left {
@@ -49,8 +51,8 @@ impl ServiceSeeker {
         });
     }
 
-    /// Notes the processes that can go on with the service. A list from an epoch in which this
-    /// process had a place has priority over one that it got while waiting for a place.
+    /// Records the processes that can take over the service. A list from an epoch in which this
+    /// process had a place has priority over a list for spares.
     pub fn hear(&mut self, succession: Option<Succession>) {
         match (&mut self.succession, succession) {
             (Some(known), Some(told)) => known.hear(told),
@@ -63,8 +65,8 @@ impl ServiceSeeker {
         self.succession.as_ref().map(Succession::run)
     }
 
-    /// Notes that the service is no longer where it was, though a process may listen there. Returns
-    /// false if there is no other place.
+    /// Records that the service is no longer at its address, although a process may listen there.
+    /// Returns false if there is no other process that can take the service over.
     pub fn leaves(&mut self) -> bool {
         let elsewhere = |succession: &Succession| !succession.contains(&self.service);
         self.is_left = self.succession.as_ref().is_some_and(elsewhere);
@@ -74,15 +76,15 @@ impl ServiceSeeker {
         self.is_left
     }
 
-    /// Notes that the process which runs the service leaves the job, and looks for the next place
-    /// of the service like all others.
+    /// Records that the process which runs the service leaves the job. That process then looks for
+    /// the service's next place like all others.
     pub fn hands_over(&mut self) {
         self.host_lives = self.leaves();
     }
 
-    /// Listens at an address of the interface `at`, unless it does so already, so that this process
-    /// can go on with the service. Returns the address and mark that the others need. `None` if
-    /// this process runs the service.
+    /// Starts to listen on the network interface of `at`, unless this process already listens, so
+    /// that it can take over the service. Returns the address and mark that the others need. `None`
+    /// if this process runs the service.
     ///
     /// # Errors
     ///
@@ -109,19 +111,20 @@ impl ServiceSeeker {
         }))
     }
 
-    /// Connects to the service. If its process is gone, connects to the one that goes on with it.
-    /// That may be this process: then it puts the service into `server`. `config` is that of the
-    /// job's start; its server counts for nothing. A process that [hands over](Self::hands_over)
-    /// the service stops it once it has found the next place, and keeps it if there is none.
+    /// Connects to the service. If the process that ran it is gone, connects to the process that
+    /// takes it over. If that is this process, starts the service in `server`. `config` is the
+    /// configuration from the start of the job; its server address is ignored. A process that
+    /// [hands over](Self::hands_over) the service stops it once it has found the next place, and
+    /// keeps it if there is none.
     ///
-    /// Waits for a process that is to go on with the service, but has not come to it, at most for
-    /// the peer timeout. One that waits for a place waits for as long as that process lives.
+    /// Waits up to the peer timeout for a process that should take over the service but has not
+    /// begun. A spare waits for as long as that process lives.
     ///
     /// # Errors
     ///
     /// The errors of [`Rendezvous::connect`], and of [`RendezvousServer::bind`] if this process
-    /// goes on with the service. [`Outlived`](RendezvousError::Outlived) if it is the only one
-    /// left, and the others may have ended the job: since it was stopped or cut off for the peer
+    /// takes over the service. [`Outlived`](RendezvousError::Outlived) if only this process is left
+    /// and the others may have ended the job, because it was stopped or cut off for the peer
     /// timeout.
     pub fn connect(
         &mut self,
@@ -155,7 +158,7 @@ impl ServiceSeeker {
         }
     }
 
-    /// Checks that this process may go on with the service: the others cannot have ended the job.
+    /// Checks that this process may take over the service: the others cannot have ended the job.
     fn may_go_on(&self, is_first: bool) -> Result<(), RendezvousError> {
         let parted = match &self.parting {
             Some(parting) => parting.check(is_first, system_time()),
@@ -167,8 +170,8 @@ impl ServiceSeeker {
         })
     }
 
-    /// Finds the place where the service goes on: at the earlier one, if that is `here`, should no
-    /// other be left.
+    /// Finds the process that takes over the service. Stays with the service at `here`, if given,
+    /// when no other process is left.
     fn find(
         &mut self,
         config: &JoinConfig,

@@ -34,11 +34,11 @@ use mpmd_handshake::stream::shake_hands;
 use mpmd_handshake::token::random_bytes;
 use mpmd_proto::wire::ProcessId;
 
-/// The service where the processes of one job meet. Dropping a `RendezvousServer` stops the
-/// service.
+/// The rendezvous service of one job, at which its processes meet. Dropping a `RendezvousServer`
+/// stops the service.
 ///
-/// Runs in the background on one thread. Processes are its clients, see
-/// [`Rendezvous`](super::Rendezvous); the process that owns the server is no exception.
+/// Runs in the background on one thread. Every process is a client, including the process that owns
+/// the server: see [`Rendezvous`](super::Rendezvous).
 #[derive(Debug)]
 pub struct RendezvousServer {
     address: SocketAddr,
@@ -47,26 +47,26 @@ pub struct RendezvousServer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Configuration of a [`RendezvousServer`].
+/// The configuration of a [`RendezvousServer`].
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// Number of processes in the job.
     pub processes: usize,
-    /// The job's secret.
+    /// The job's secret token.
     pub token: Token,
-    /// The peer timeout: the time for all processes to join, counted from
-    /// [`RendezvousServer::bind`], and the longest silence of a process.
+    /// The peer timeout. It is the longest silence of a process, and the time limit for all
+    /// processes to join, counted from [`RendezvousServer::bind`].
     pub peer_timeout: Duration,
 }
 
 impl RendezvousServer {
-    /// Starts the service at `address`, on a thread of its own. Port 0 takes a free port, see
-    /// [`address`](Self::address). At `[::]` it is reached by IPv6 and IPv4, on a host without IPv6
-    /// by IPv4 alone.
+    /// Starts the service at `address`, on a new thread. Port 0 selects a free port, see
+    /// [`address`](Self::address). At `[::]`, IPv6 and IPv4 both reach it; on a host without IPv6,
+    /// only IPv4.
     ///
     /// # Errors
     ///
-    /// [`RendezvousError::Bind`] if the address is taken or is not an address of this host.
+    /// [`RendezvousError::Bind`] if the address is in use or is not an address of this host.
     /// [`RendezvousError::Environment`] if the thread cannot be started, or if the system gives no
     /// random numbers.
     pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
@@ -79,11 +79,11 @@ impl RendezvousServer {
         Self::start(address, config, job, || bind(address))
     }
 
-    /// Goes on with the service of a job, where `deputy` listens, after the loss of the process
-    /// that ran it. All processes of the epoch of `succession` join the next one here, except for
+    /// Takes over the service of a job after the loss of the process that ran it. Listens where
+    /// `deputy` does. All processes of the epoch of `succession` join the next epoch here, except
     /// those that are gone. The process that ran the service comes too if `host_lives`. `config` is
-    /// that of the job's start. Blocks for two seconds at most, to find out which processes are
-    /// gone.
+    /// the configuration from the start of the job. Blocks for at most two seconds, to find out
+    /// which processes are gone.
     pub(super) fn resume(
         deputy: Deputy,
         succession: &Succession,
@@ -153,12 +153,12 @@ impl RendezvousServer {
         })
     }
 
-    /// The address at which the service listens, with its actual port.
+    /// Returns the address at which the service listens, with its actual port.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Blocks until all processes have joined, at most `peer_timeout`.
+    /// Blocks until all processes have joined, for at most `peer_timeout`.
     ///
     /// # Errors
     ///
@@ -185,60 +185,61 @@ impl RendezvousServer {
         }
     }
 
-    /// True once all processes have joined the job.
+    /// Returns true once all processes have joined the job.
     pub fn is_complete(&self) -> bool {
         self.view.state.lock().complete
     }
 
-    /// Returns the reason why the job can never be complete, if that is already certain.
+    /// Returns the reason why the job can never be complete; `None` if it still can.
     pub fn failure(&self) -> Option<RendezvousError> {
         self.view.state.lock().failed.clone()
     }
 
-    /// Returns the failures that processes have [reported](super::Rendezvous::report), as (process,
-    /// report), in order of arrival.
+    /// Returns the failures that processes have [reported](super::Rendezvous::report), each with
+    /// the process that reported it, in order of arrival.
     pub fn reports(&self) -> Vec<(ProcessId, FailureReport)> {
         self.view.state.lock().reports.clone()
     }
 
-    /// Returns the number of places of a job that need a new process: places of processes that are
+    /// Returns the number of additional processes that the job needs: places of processes that are
     /// gone, less the number of waiting spares.
     pub fn wanted(&self) -> usize {
         self.view.state.lock().wanted
     }
 
-    /// Returns the number of places of the job: those of its newest epoch.
+    /// Returns the number of processes in the newest epoch of the job, including those that are
+    /// gone.
     pub fn places(&self) -> usize {
         self.view.state.lock().places
     }
 
-    /// True if the job's program goes on with fewer processes after a loss.
+    /// Returns true if the job's program can run with fewer processes after a loss.
     pub fn may_shrink(&self) -> bool {
         self.view.state.lock().may_shrink
     }
 
-    /// Says if the owner may still start processes for places of processes that are gone. While it
-    /// may, such a place is kept free for the peer timeout. False at first.
+    /// Tells the service if the owner may still start processes for the places of lost ones. While
+    /// it may, such a place is kept free for the peer timeout. False at first.
     pub fn may_start(&self, yes: bool) {
         if self.view.owner_starts.swap(yes, Ordering::Relaxed) != yes {
             self.view.wakes.notify_one();
         }
     }
 
-    /// True if all processes of an epoch have ended or left, and none of them returns.
+    /// Returns true if all processes of an epoch have ended or left, and none of them returns.
     pub fn is_over(&self) -> bool {
         self.view.state.lock().is_over
     }
 
-    /// Returns the part of each process of the job and of each spare, with the process number with
-    /// which it joined first. Processes that have gone are among them if they had a place in an
-    /// epoch that has begun.
+    /// Returns the role of each process of the job and of each spare, with the process number with
+    /// which it first joined. Includes processes that are gone if they had a place in an epoch that
+    /// has begun.
     pub fn parts(&self) -> Vec<(ProcessId, ProcessPart)> {
         self.view.state.lock().parts.clone()
     }
 
-    /// Returns the reason why the process that joined first with this number had no place after it
-    /// had waited for one, if it was refused.
+    /// Returns the reason why a spare was refused; `None` if it was not. `number` is the process
+    /// number with which the spare first joined.
     pub fn refusal(&self, number: ProcessId) -> Option<String> {
         let state = self.view.state.lock();
         let mut refused = state.refused.iter().rev();
@@ -247,9 +248,8 @@ impl RendezvousServer {
             .map(|(_, why)| why.clone())
     }
 
-    /// Blocks until the job is over: it was complete, and no process is left in it. At most for
-    /// `time`, after which the result is `None`. A job of which no process has joined yet is not
-    /// over.
+    /// Blocks until the job is over, or for at most `time`, after which the result is `None`. The
+    /// job is over once it was complete and no process is left in it.
     ///
     /// # Errors
     ///
@@ -271,8 +271,8 @@ impl RendezvousServer {
         }
     }
 
-    /// Blocks until no process is left in the job, at most `peer_timeout`. Returns true if none is
-    /// left, also if none has joined yet.
+    /// Blocks until no process is left in the job, for at most `peer_timeout`. Returns true if none
+    /// is left, also if none has joined yet.
     ///
     /// For the process that owns the server and wants to end while others still need the server.
     pub fn wait_empty(&self, peer_timeout: Duration) -> bool {
@@ -288,7 +288,7 @@ impl RendezvousServer {
     }
 }
 
-/// Listens at `address`, which may be in use by connections of an earlier job.
+/// Listens at `address`, even if connections of an earlier job still use it.
 fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
     if address.is_ipv4() {
         return listen_on(TcpSocket::new_v4()?, address);
@@ -303,7 +303,7 @@ fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
     }
 }
 
-/// Listens at an IPv6 address. The one without a host accepts connections over IPv4 too.
+/// Listens at an IPv6 address. The unspecified address `[::]` accepts IPv4 connections too.
 fn bind_ipv6(address: SocketAddr) -> std::io::Result<TcpListener> {
     let socket = TcpSocket::new_v6()?;
     if address.ip().is_unspecified() {
@@ -318,7 +318,7 @@ fn listen_on(socket: TcpSocket, address: SocketAddr) -> std::io::Result<TcpListe
     socket.listen(BACKLOG)
 }
 
-/// True if an error of the system says that this host has no IPv6.
+/// Returns true if an error of the system means that this host has no IPv6.
 fn is_ipv6_missing(error: &std::io::Error) -> bool {
     let of_ipv6 = [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL].map(Errno::raw_os_error);
     error
@@ -327,7 +327,7 @@ fn is_ipv6_missing(error: &std::io::Error) -> bool {
 }
 
 impl Drop for RendezvousServer {
-    /// Sends the replies that are still queued, then closes. Blocks for about a second at most.
+    /// Sends the queued replies, then closes all connections. Blocks for about a second at most.
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take()
@@ -338,7 +338,7 @@ impl Drop for RendezvousServer {
     }
 }
 
-/// The job's state as the server's owner sees it.
+/// A copy of the job's state for the server's owner.
 #[derive(Debug, Default)]
 struct OwnerView {
     state: Mutex<OwnerViewState>,
@@ -362,17 +362,17 @@ struct OwnerViewState {
     refused: Vec<(ProcessId, String)>,
 }
 
-/// An event of a connection, sent to the hub.
+/// An event of a client's connection, sent to the server's main task.
 enum ServerEvent {
     Opened(Link, mpsc::UnboundedSender<ServerReply>),
     Said(Link, Box<ClientRequest>),
     Closed(Link, String),
 }
 
-/// Time limit for the handshake with a client, counted from its connection.
+/// Time limit for the handshake with a client, counted from the start of its connection.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Limit on the connections that wait to be accepted, if the system allows as many.
+/// Limit on the connections that wait to be accepted; the system may impose a lower one.
 const BACKLOG: u32 = 4096;
 
 /// Time limit for sending the last replies when the server stops.
@@ -447,7 +447,7 @@ impl ServerHub {
         self.view.changed.notify_all();
     }
 
-    /// Starts the task of a new client: its handshake, then its requests.
+    /// Starts the task that serves a new client: first its handshake, then its requests.
     fn welcome(
         &mut self,
         stream: TcpStream,
@@ -499,7 +499,7 @@ impl ServerHub {
         self.update_owner_view();
     }
 
-    /// Copies the job's state for the server's owner, if it has changed.
+    /// Updates the owner's copy of the job's state, if the state has changed.
     fn update_owner_view(&self) {
         let epochs = self.job.epochs();
         let complete = epochs.has_begun();
@@ -547,8 +547,8 @@ impl ServerHub {
     }
 }
 
-/// Runs the handshake with a client. Returns the connection if the client knows the token. Until
-/// then, or until its connection is closed, the client counts as a stranger.
+/// Runs the handshake with a client. Returns the connection if the client proves that it knows the
+/// token. Until then the client counts as a stranger.
 async fn greet(
     mut stream: TcpStream,
     token: &Token,

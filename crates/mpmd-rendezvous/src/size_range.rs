@@ -2,17 +2,17 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Consecutive numbers of processes with which a program goes on.
+/// Consecutive numbers of processes with which a program can run.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct SizeRange {
-    /// The smallest number.
+    /// The smallest number of processes.
     pub first: u32,
-    /// The largest number.
+    /// The largest number of processes.
     pub last: u32,
 }
 
 impl SizeRange {
-    /// Returns the ranges of ascending numbers.
+    /// Combines ascending numbers into ranges.
     pub fn of(sizes: impl IntoIterator<Item = u32>) -> Vec<Self> {
         let mut ranges: Vec<Self> = Vec::new();
         for size in sizes {
@@ -27,7 +27,7 @@ impl SizeRange {
         ranges
     }
 
-    /// Returns the largest number of the range that is at most `most`. `None` if all are larger.
+    /// Returns the largest number in the range that is at most `most`. `None` if all are larger.
     pub(super) fn largest_up_to(self, most: usize) -> Option<usize> {
         let largest = most.min(self.last as usize);
         (self.first as usize..=largest)

@@ -21,56 +21,56 @@ use super::{CommitStanding, JobMember, JoinedEpoch, RendezvousError};
 use mpmd_base::deadline::after;
 use mpmd_proto::wire::ProcessId;
 
-/// A process that can go on with the service of its job.
+/// A process that can take over the rendezvous service of its job.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Heir {
-    /// The address at which it listens, as `host:port`.
+    /// The address at which the process listens, as `host:port`.
     pub address: String,
-    /// The [mark](super::Identity::mark) of the process.
+    /// The process's [mark](super::Identity::mark), by which others recognise it.
     pub mark: u128,
-    /// The first epoch in which it had a place. The service fills it in.
+    /// The first epoch in which the process had a place. The service fills it in.
     pub since: u64,
 }
 
-/// The processes that can go on with the service of a job, in their order.
+/// The processes that can take over a job's rendezvous service, in order.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Succession {
     /// The identity of the job's run.
     pub(super) run: u128,
     pub(super) addresses: Vec<String>,
-    /// The epoch that the service goes on from. `None` on a process that waits for a place.
+    /// The epoch from which the service continues. `None` on a process that waits for a place.
     pub(super) past: Option<JoinedEpoch>,
 }
 
-/// The place where a service goes on.
+/// The place where a moved service runs.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum ServicePlace {
-    /// A process listens there.
+    /// The service runs, or will run, in the process that listens at this address.
     At(String),
-    /// In this process.
+    /// The service must be taken over by this process.
     Here,
-    /// No process of the list is left.
+    /// None of the listed processes is left.
     Nowhere,
 }
 
-/// A process that listens at the address of a service that it may have to go on with.
+/// A listener of a process that may have to take over the service at its address.
 #[derive(Debug)]
 pub(super) struct Deputy {
     pub(super) listener: TcpListener,
     pub(super) address: SocketAddr,
 }
 
-/// Limit on the connections that wait for a deputy to serve, if the system allows as many.
+/// Limit on the connections that wait until a deputy takes over; the system may impose a lower one.
 const BACKLOG: i32 = 4096;
 
-/// Limit on the addresses that a process is told while it waits for a place.
+/// Largest number of addresses that a spare is told.
 const MOST_TOLD: usize = 512;
 
-/// Time limit for asking which processes are gone when a service goes on.
+/// Time limit for finding out which processes are gone when the service moves.
 const ASK_WITHIN: Duration = Duration::from_secs(2);
 
 impl Succession {
-    /// Returns the succession of an epoch. `None` if nobody can go on with the job's service.
+    /// Returns the succession of an epoch. `None` if no process can take over the job's service.
     pub fn of(joined: &JoinedEpoch) -> Option<Self> {
         let addresses = in_order(&joined.members);
         let past = Some(joined.clone());
@@ -81,7 +81,7 @@ impl Succession {
         })
     }
 
-    /// Creates the succession that a process knows while it waits for a place.
+    /// Creates the succession that a spare has been told: addresses in order.
     pub(super) fn told(run: u128, addresses: Vec<String>) -> Self {
         Self {
             run,
@@ -90,7 +90,7 @@ impl Succession {
         }
     }
 
-    /// Notes that a commit of the epoch is whole on all its processes.
+    /// Records that all processes have completed a commit of the epoch.
     pub fn commit_is_whole(&mut self) {
         if let Some(past) = &mut self.past {
             past.standing = CommitStanding {
@@ -100,27 +100,27 @@ impl Succession {
         }
     }
 
-    /// The identity of the job's run.
+    /// Returns the identity of the job's run.
     pub fn run(&self) -> u128 {
         self.run
     }
 
-    /// True if this process only waits for a place.
+    /// Returns true if this process only waits for a place.
     pub(super) fn is_of_spare(&self) -> bool {
         self.past.is_none()
     }
 
-    /// True if the list has this address: another process goes on with the service there.
+    /// Returns true if another process of the list can take over the service at this address.
     pub(super) fn contains(&self, address: &str) -> bool {
         self.addresses.iter().any(|known| known == address)
     }
 
-    /// True if the process with this address comes before all others.
+    /// Returns true if the process with the address `own` comes first in the list.
     pub(super) fn is_first(&self, own: Option<&str>) -> bool {
         own.is_some() && self.addresses.first().map(String::as_str) == own
     }
 
-    /// Takes over a list that a process has heard while it waited for a place.
+    /// Replaces the list with a newer one that this process was told while it waited for a place.
     pub(super) fn hear(&mut self, told: Self) {
         // The same list says less if a process has had a place in that epoch.
         if !told.is_of_spare() || !self.addresses.starts_with(&told.addresses) {
@@ -128,7 +128,7 @@ impl Succession {
         }
     }
 
-    /// Returns the process that ran the service in the epoch: it is no heir.
+    /// Returns the process that ran the service in the epoch, which cannot take it over.
     pub fn host(&self) -> Option<ProcessId> {
         let mut members = (0..).zip(&self.past.as_ref()?.members);
         members
@@ -136,7 +136,7 @@ impl Succession {
             .map(|(process, _)| ProcessId(process))
     }
 
-    /// Returns the place where the service goes on. `own` is the address of this process's deputy.
+    /// Returns where the service continues. `own` is the address of this process's listener.
     pub(super) fn find(&self, own: Option<&str>) -> ServicePlace {
         let is_own = |address: &String| own == Some(address.as_str());
         let until = after(Instant::now(), ASK_WITHIN);
@@ -151,7 +151,7 @@ impl Succession {
     }
 }
 
-/// Returns the addresses of the members that can go on with a service, the first ones first.
+/// Returns the addresses of the members that can take over a service, in order.
 pub(super) fn in_order(members: &[JobMember]) -> Vec<String> {
     let mut heirs: Vec<&Heir> = members
         .iter()
@@ -161,13 +161,14 @@ pub(super) fn in_order(members: &[JobMember]) -> Vec<String> {
     heirs.into_iter().map(|heir| heir.address.clone()).collect()
 }
 
-/// Returns the first addresses of the list, for a process that waits for a place.
+/// Returns the addresses at the start of the list, for a process that waits for a place.
 pub(super) fn told(addresses: &[String]) -> Vec<String> {
     addresses[..addresses.len().min(MOST_TOLD)].to_vec()
 }
 
 impl Deputy {
-    /// Listens at a free port of this address's interface. Fails if the system does not allow it.
+    /// Listens at a free port of the network interface of `at`. Fails if the system does not allow
+    /// it.
     pub(super) fn bind(mut at: SocketAddr) -> Result<Self, RendezvousError> {
         at.set_port(0);
         let bound = || {
@@ -183,13 +184,13 @@ impl Deputy {
         })
     }
 
-    /// The address at which it listens, as `host:port`.
+    /// Returns the address of the listener, as `host:port`.
     pub(super) fn address(&self) -> String {
         self.address.to_string()
     }
 
-    /// Returns for each process of an epoch if it may live: false is certain, true is not. The
-    /// process that ran the service lives if `host_lives`.
+    /// Returns false for each process of an epoch that is certainly gone, and true for the others.
+    /// The process that ran the service counts as living if `host_lives`.
     pub(super) fn lives(&self, past: &JoinedEpoch, host_lives: bool) -> Vec<bool> {
         let own = self.address();
         let until = after(Instant::now(), ASK_WITHIN);

@@ -10,8 +10,8 @@ use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
 use super::fabric::{Core, DeliveryEvent};
 
-/// Data up to this many bytes arrives inline, as control payloads do; larger data waits to be
-/// fetched.
+/// Largest data payload, in bytes, that is delivered inline, as control payloads are. A larger
+/// payload stays with the sender until the receiver fetches it.
 const INLINE_BYTES: u64 = 16 << 10;
 
 /// Starts the delivery thread of `process`, which calls `handler`. Panics if the thread was started
@@ -35,16 +35,16 @@ pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handl
         .expect("the system gives a thread for deliveries");
 }
 
-/// The body of a delivery thread.
+/// The state of a running delivery thread.
 struct DeliveryLoop {
     core: Arc<Core>,
     process: ProcessId,
-    /// `None` only while the thread ends.
+    /// The handler that the thread calls; `None` only while the thread ends.
     handler: Option<Arc<dyn Handler>>,
 }
 
 impl DeliveryLoop {
-    /// Calls the handler for each event until the thread is told to stop.
+    /// Calls the handler for each event until the thread must stop.
     fn run(self) {
         self.core.introduce(self.process);
         while let (Some(handler), Some(event)) = (&self.handler, self.core.next(self.process)) {
@@ -75,7 +75,7 @@ impl DeliveryLoop {
         }
     }
 
-    /// Gives the handler a message that has arrived.
+    /// Passes a message that has arrived to the handler.
     fn arrival(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
         if header.kind == MessageKind::Data && self.core.zero_copy(from, self.process) {
             return self.lend(handler, from, message, header);
@@ -105,7 +105,7 @@ impl DeliveryLoop {
         self.core.end(from, message);
     }
 
-    /// Gives the handler a message with a payload that stays with its sender.
+    /// Passes a message to the handler. Its payload stays in the sender's memory, on loan.
     fn lend(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
         let Ok(payload) = self.core.deliver(from, message) else {
             return;
@@ -158,12 +158,14 @@ impl Drop for DeliveryLoop {
     }
 }
 
-/// A payload lent to the receiver: its bytes stay with the sender. Dropping this ends the message.
+/// A payload lent to the receiver: its bytes stay in the sender's memory. Dropping this returns the
+/// loan, and reports to the sender that the message was sent.
 struct InprocLoan {
     core: Arc<Core>,
     from: ProcessId,
     message: u64,
-    /// The sender's payload, held here too: the memory stays valid even if the sender is gone.
+    /// The sender's payload. This second reference keeps the memory valid even if the sender is
+    /// gone.
     payload: Option<SharedBuffer>,
 }
 
@@ -189,12 +191,13 @@ impl Drop for InprocLoan {
     }
 }
 
-/// A payload that has not been copied from its sender yet. Dropping this ends the message.
+/// A payload that has not been copied from its sender's memory yet. Dropping this without a fetch
+/// discards the payload, and reports to the sender that the message was sent.
 struct UncopiedPayload {
     core: Arc<Core>,
     on: ProcessId,
     from: ProcessId,
-    /// The message's number; `None` once it is fetched.
+    /// The message's number; `None` once the payload is fetched.
     message: Option<u64>,
     bytes: u64,
 }
@@ -236,7 +239,7 @@ impl Drop for UncopiedPayload {
     }
 }
 
-/// Copies a payload to the buffer `into`, ends its message, and calls `then`.
+/// Copies a payload into the buffer `into`, ends its message, and calls `then` with the result.
 fn copy(core: &Core, from: ProcessId, message: u64, mut into: OwnedBuffer, then: FetchDone) {
     let copied = core.payload_of(from, message).map(|payload| {
         if let Some(payload) = payload {

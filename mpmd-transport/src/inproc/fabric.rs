@@ -17,46 +17,48 @@ use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
 use super::FabricFaults;
 
-/// A stop of the whole job shortens the wait for receivers by this at most.
+/// Time of one part of a shutdown's wait for receivers. A pause of the whole OS process counts as
+/// at most one part.
 const FLUSH_SLICE: Duration = Duration::from_millis(100);
 
-/// Extra time of a shutdown, beyond its deadline, for a handler call that is under way.
+/// Time that a shutdown waits beyond its deadline for a handler call that has not returned.
 const LAST_CALL: Duration = Duration::from_secs(1);
 
-/// State shared by all endpoints, under one lock. The lock is never held while a handler runs or
-/// while foreign values are dropped: a payload may be memory that another of these processes has
-/// lent.
+/// State shared by all endpoints of a fabric, under one lock. The lock is not held while a handler
+/// runs. It is not held while a payload is dropped either: the payload may be a loan of another
+/// process of this fabric.
 pub(super) struct Core {
     faults: FabricFaults,
     state: Mutex<FabricState>,
-    /// A condition variable for each process, notified when its queue, its open tickets or its
-    /// thread changes.
+    /// One condition variable per process. It is notified when the process's event queue, open
+    /// messages or delivery thread change.
     changed: Vec<Condvar>,
 }
 
-/// The part of the fabric's state that is under the lock.
+/// The part of [`Core`] that is under its lock.
 pub(super) struct FabricState {
     pub(super) nodes: Vec<FabricProcess>,
-    /// The next number for a message or a queued event. Of two events due together, the lower
-    /// number comes first.
+    /// The next number for a message or a queued event. Of two events due at the same time, the one
+    /// with the lower number comes first.
     next: u64,
 }
 
-/// The state of one process.
+/// The state of one process in a fabric.
 pub(super) struct FabricProcess {
     life: ProcessLife,
     queue: BinaryHeap<QueuedEvent>,
-    /// Messages that this process has posted and that have not ended yet, by number.
+    /// Messages that this process has posted and that have not ended yet, by message number.
     open: BTreeMap<u64, OpenMessage>,
-    /// Number of messages posted so far to each process, by the receiver's index.
+    /// Number of messages that this process has posted to each process, by the receiver's index.
     posted: Vec<u64>,
-    /// The time until which messages to each process are held back, by the receiver's index.
+    /// Time until which [`Fabric::hold`](super::Fabric::hold) delays messages to each process, by
+    /// the receiver's index.
     held: Vec<Option<Instant>>,
     thread: DeliveryThread,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-/// The stages of a process's life.
+/// The stages of a process's life in the fabric.
 enum ProcessLife {
     Alive,
     Closing,
@@ -80,18 +82,18 @@ struct OpenMessage {
     to: ProcessId,
     ticket: Ticket,
     payload: Option<SharedBuffer>,
-    /// True for a message of kind data. Between processes of one host its payload is lent.
+    /// True if the message carries data. Its payload is lent if both processes are on one host.
     is_data: bool,
-    /// True once the receiver's handler has the payload.
+    /// True once the payload was passed to the receiver's handler.
     delivered: bool,
-    /// True once the receiver's handler has returned and kept the payload on loan. A shutdown of
-    /// the sender does not wait for such a message.
+    /// True once the receiver's handler has returned and still holds the lent payload. A shutdown
+    /// of the sender does not wait for such a message.
     kept: bool,
-    /// True while the payload is being dropped. The entry is removed next.
+    /// True while the payload is being dropped. The message is removed right after that.
     ending: bool,
 }
 
-/// A message that ends because a process is out of the job.
+/// A message that ends without success because its sender or its receiver has left the job.
 struct LostMessage {
     sender: ProcessId,
     message: u64,
@@ -99,7 +101,7 @@ struct LostMessage {
     error: TransportError,
 }
 
-/// An event for a delivery thread.
+/// An event that a delivery thread reports to its handler, or a copy that the thread makes.
 pub(super) enum DeliveryEvent {
     Arrival {
         from: ProcessId,
@@ -116,7 +118,7 @@ pub(super) enum DeliveryEvent {
     Down(ProcessId, TransportError),
 }
 
-/// An event in a process's queue.
+/// An event in a process's queue, with the time at which it is due.
 struct QueuedEvent {
     due: Instant,
     number: u64,
@@ -151,15 +153,15 @@ impl Core {
         self.changed.len()
     }
 
-    /// Returns true if data between the two processes goes by zero-copy transfer: they are
-    /// different processes on one host of [`FabricFaults::hosts`].
+    /// Returns true if two processes pass data without a copy: they are different processes on one
+    /// host of [`FabricFaults::hosts`].
     pub(super) fn zero_copy(&self, one: ProcessId, other: ProcessId) -> bool {
         let host = |process: ProcessId| self.faults.hosts.get(process.index());
         one != other && host(one).is_some() && host(one) == host(other)
     }
 
-    /// Returns the number of bytes that `from` has lent to `to` and not got back, including
-    /// messages under way. 0 if the two do not use zero-copy transfers.
+    /// Returns the number of bytes that `to` has borrowed from `from`, including messages that have
+    /// not arrived. 0 if the two processes do not lend each other payloads.
     pub(super) fn lent(&self, from: ProcessId, to: ProcessId) -> u64 {
         if !self.zero_copy(from, to) {
             return 0;
@@ -177,7 +179,8 @@ impl Core {
             .sum()
     }
 
-    /// Queues a message from one process to another, with the delay that the faults draw for it.
+    /// Queues a message from one process to another, delayed by a time that [`FabricFaults`]
+    /// determines.
     pub(super) fn post(
         &self,
         from: ProcessId,
@@ -281,8 +284,8 @@ impl Core {
         self.payload_of(from, message)
     }
 
-    /// Records that the receiver's handler has returned and kept its loan, if the message has not
-    /// ended.
+    /// Records that the receiver's handler has returned and still holds the message's loan. Does
+    /// nothing if the message has ended.
     pub(super) fn kept(&self, from: ProcessId, message: u64) {
         if let Some(open) = self.state.lock().node(from).open.get_mut(&message) {
             open.kept = true;
@@ -291,8 +294,8 @@ impl Core {
         }
     }
 
-    /// Ends a message: drops its payload and reports success for its ticket. Does nothing if the
-    /// message has ended before.
+    /// Ends a message: drops its payload and reports to the sender that it was sent. Does nothing
+    /// if the message has already ended.
     pub(super) fn end(&self, from: ProcessId, message: u64) {
         let payload = match self.state.lock().node(from).open.get_mut(&message) {
             Some(open) if !open.ending => {
@@ -306,8 +309,8 @@ impl Core {
         self.remove(&mut self.state.lock(), from, message, Ok(()));
     }
 
-    /// Queues `event`, the copy of a payload, for the delivery thread of `on`. Returns the event as
-    /// the error if that thread has ended.
+    /// Queues `event`, a [`DeliveryEvent::Copy`], for the delivery thread of process `on`. Returns
+    /// the event as the error if that thread has ended.
     pub(super) fn copy_later(
         &self,
         on: ProcessId,
@@ -339,7 +342,8 @@ impl Core {
         self.retire(self.state.lock(), process, ProcessLife::Killed);
     }
 
-    /// Shuts a process down in order, as [`Transport::shutdown`](crate::Transport::shutdown) does.
+    /// Shuts a process down after its messages are taken, as
+    /// [`Transport::shutdown`](crate::Transport::shutdown) does.
     pub(super) fn shutdown(&self, process: ProcessId, deadline: Duration) {
         let until = after(now(), deadline);
         let mut state = self.state.lock();
@@ -388,8 +392,9 @@ impl Core {
         self.stop(&mut self.state.lock(), process);
     }
 
-    /// Takes a process out of the job: ends its messages, all tickets towards it, and its own.
-    /// Tells the other processes that it is down. Does nothing if it is out already.
+    /// Removes a process from the job: ends all messages from it and to it, and their tickets.
+    /// Reports to the other processes that it is down. Does nothing if the process was removed
+    /// before.
     fn retire(
         &self,
         mut state: MutexGuard<'_, FabricState>,
@@ -436,7 +441,7 @@ impl Core {
         }
     }
 
-    /// Removes a message that has no payload any more, and ends its ticket with `result`.
+    /// Removes a message whose payload was dropped, and ends its ticket with `result`.
     fn remove(
         &self,
         state: &mut FabricState,
@@ -477,8 +482,8 @@ impl Core {
         self.push(state, to, now(), event);
     }
 
-    /// Queues an event that is due at `due`. Drops an event that only an ended thread would have
-    /// reported.
+    /// Queues `event` for process `to`, to be handled at the time `due`. Drops a report for a
+    /// handler whose thread has ended.
     fn push(&self, state: &mut FabricState, to: ProcessId, due: Instant, event: DeliveryEvent) {
         let number = state.next;
         state.next += 1;
@@ -507,8 +512,8 @@ impl Core {
         first
     }
 
-    /// Records the calling delivery thread as the one of `process`, before its first event. So a
-    /// shutdown from within a handler does not wait for its own thread.
+    /// Records the calling thread as the delivery thread of `process`, before its first event. A
+    /// shutdown from within a handler then does not wait for the thread that it runs on.
     pub(super) fn introduce(&self, process: ProcessId) {
         if let DeliveryThread::Running { id, .. } = &mut self.state.lock().node(process).thread {
             *id = Some(thread::current().id());
@@ -534,8 +539,8 @@ impl Core {
         }
     }
 
-    /// Blocks until an event of `process` is due, and returns it. Returns `None` once the thread
-    /// was told to stop and no event is due.
+    /// Blocks until the time of the next event of `process`, and returns the event. Returns `None`
+    /// if the thread must stop and no event is left to handle now.
     pub(super) fn next(&self, process: ProcessId) -> Option<DeliveryEvent> {
         let changed = &self.changed[process.index()];
         let mut state = self.state.lock();
@@ -557,8 +562,8 @@ impl Core {
 }
 
 impl FabricProcess {
-    /// Ends all messages of this process, which is `own`, as it is out of the job. Their error is
-    /// `error`, or without one that the process was killed.
+    /// Ends all messages that this process, `own`, has posted, because it leaves the job. Their
+    /// error is `error`, or [`PeerGone`](TransportError::PeerGone) if `error` is `None`.
     fn end_own(&mut self, own: ProcessId, error: Option<&TransportError>) -> Vec<LostMessage> {
         self.queue.retain(|queued| {
             !matches!(
@@ -581,9 +586,9 @@ impl FabricProcess {
         lost.collect()
     }
 
-    /// Ends the messages of this process, which is `own`, to `process`, which is out of the job for
-    /// the reason `why`. With `keeps_delivered`, only those that are not delivered. Drops the
-    /// messages that have come from it.
+    /// Ends the messages that this process, `own`, has posted to `process`, which has left the job.
+    /// Their error contains `why`. With `keeps_delivered`, delivered messages do not end. Also
+    /// drops queued messages from `process`.
     fn end_towards(
         &mut self,
         own: ProcessId,
@@ -619,7 +624,7 @@ impl FabricState {
 }
 
 impl FabricFaults {
-    /// Returns the delay of message number `sequence` between two processes.
+    /// Returns the time by which message number `sequence` from `from` to `to` is delayed.
     fn delay_of(&self, from: ProcessId, to: ProcessId, sequence: u64) -> Duration {
         let Some(range) = &self.delay else {
             return Duration::ZERO;
@@ -637,8 +642,8 @@ impl FabricFaults {
     }
 }
 
-/// Mixes the bits of `x` by the finaliser of SplitMix64: every bit of the result depends on every
-/// bit of `x`.
+/// Mixes the bits of `x` with the last steps of the SplitMix64 generator: every bit of the result
+/// depends on every bit of `x`.
 fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -653,8 +658,8 @@ pub(super) fn gone(peer: ProcessId, why: &str) -> TransportError {
     }
 }
 
-/// Orders events so that the heap returns the earliest first, and of equal times the one with the
-/// lower number.
+/// Orders events so that a [`BinaryHeap`] returns the earliest first. Among events of equal time,
+/// the lower number is first.
 impl Ord for QueuedEvent {
     fn cmp(&self, other: &Self) -> Ordering {
         (other.due, other.number).cmp(&(self.due, self.number))

@@ -23,10 +23,11 @@ use mpmd_proto::wire::{Header, ProcessId};
 
 use fabric::Core;
 
-/// Connects the endpoints of a job within one OS process. Clones are the same fabric.
+/// Connects the endpoints of a job whose processes are all simulated in one OS process. A clone
+/// refers to the same fabric.
 ///
-/// Endpoints live as long as the fabric or a handle of their own. An endpoint dropped without
-/// [`Transport::shutdown`] vanishes as if [killed](Fabric::kill).
+/// An endpoint lives until the fabric and all handles to the endpoint are dropped. An endpoint
+/// dropped without [`Transport::shutdown`] vanishes as if [killed](Fabric::kill).
 #[derive(Clone)]
 pub struct Fabric {
     endpoints: Arc<[Arc<Inproc>]>,
@@ -63,9 +64,10 @@ impl Fabric {
 
     /// Makes a process vanish without a goodbye. A second call does nothing.
     ///
-    /// Messages under way from it are lost. Every open ticket towards it, and every ticket of its
-    /// own, ends with [`PeerGone`](crate::TransportError::PeerGone). Every other handler gets
-    /// [`Handler::peer_down`] once. Its own handler gets only the ends of its tickets from then on.
+    /// Messages from the process that have not arrived are lost. Every open ticket of a message to
+    /// or from the process ends with [`PeerGone`](crate::TransportError::PeerGone). The handler of
+    /// every other process gets [`Handler::peer_down`] once. The handler of the killed process gets
+    /// nothing more than the ends of its tickets.
     ///
     /// # Panics
     ///
@@ -82,8 +84,8 @@ impl Fabric {
 }
 
 impl Fabric {
-    /// Holds back the messages that `from` posts to `to` within `time` from now, and delivers them
-    /// afterwards.
+    /// Delays the messages that `from` posts to `to` during the next `time`. They are delivered at
+    /// its end.
     ///
     /// # Panics
     ///
@@ -92,7 +94,7 @@ impl Fabric {
         self.endpoints[from.index()].core.hold(from, to, time);
     }
 
-    /// Returns the number of messages that were posted and have not ended.
+    /// Returns the number of posted messages of all processes that have not ended.
     pub fn under_way(&self) -> usize {
         self.endpoints
             .first()
@@ -106,8 +108,8 @@ impl fmt::Debug for Fabric {
     }
 }
 
-/// The faults that a [`Fabric`] injects. By default none: no delay, and messages of one sender to
-/// one receiver keep their order.
+/// The faults that a [`Fabric`] injects. The default is no delay, with messages from one sender to
+/// one receiver delivered in order.
 #[derive(Clone, Debug, Default)]
 pub struct FabricFaults {
     /// Seed of the random delays.
@@ -115,12 +117,12 @@ pub struct FabricFaults {
     /// Range of the time that each message is delayed. The delay depends only on seed, sender,
     /// receiver and the number of the message between the two.
     pub delay: Option<RangeInclusive<Duration>>,
-    /// Host number of each process. Processes with the same number use zero-copy transfers;
-    /// processes beyond the end of the list never do.
+    /// Host number of each process, by index. Processes with the same number lend each other
+    /// payloads instead of copying them. Processes beyond the end of the list always copy.
     pub hosts: Vec<usize>,
 }
 
-/// One process's end of a [`Fabric`].
+/// One process's endpoint of a [`Fabric`].
 pub struct Inproc {
     core: Arc<Core>,
     process: ProcessId,
@@ -143,8 +145,8 @@ impl Transport for Inproc {
         self.core.zero_copy(self.process, peer)
     }
 
-    /// True for peers on the same [host](FabricFaults::hosts): such processes share one address
-    /// space and the same devices.
+    /// Returns true for peers on the same [host](FabricFaults::hosts): all such processes are one
+    /// OS process, with one address space and the same devices.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         self.zero_copy(peer)
     }
@@ -161,7 +163,7 @@ impl Transport for Inproc {
     ///
     /// # Panics
     ///
-    /// If it was called before, or after [`Transport::shutdown`], or if the system cannot start a
+    /// If called twice, if called after [`Transport::shutdown`], or if the system cannot start a
     /// thread.
     fn start(&self, handler: Arc<dyn Handler>) {
         delivery::start(&self.core, self.process, handler);
@@ -174,9 +176,9 @@ impl Transport for Inproc {
         self.core.post(self.process, to, header, payload, ticket);
     }
 
-    /// Waits until receivers have taken the posted messages; they may keep lent payloads. Messages
-    /// that they have not taken within `deadline` are lost. Then waits up to a second more for a
-    /// handler call under way.
+    /// Waits until receivers have taken the posted messages; receivers may still hold lent
+    /// payloads. Messages that are not taken within `deadline` are lost. Then waits up to a second
+    /// for a handler call that has not returned.
     fn shutdown(&self, deadline: Duration) {
         self.core.shutdown(self.process, deadline);
     }

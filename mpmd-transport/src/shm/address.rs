@@ -7,33 +7,33 @@ use std::str::FromStr;
 
 use super::NAME;
 
-/// The version of the shared memory protocol. Both processes must speak the same.
+/// The version of the shared memory protocol. Two processes need the same version to share memory.
 pub(super) const VERSION: u16 = 4;
 
-/// Bytes of the name under which a process listens.
+/// Length in bytes of the random name of a process's socket.
 const NAME_BYTES: usize = 16;
 
-/// The properties of a process that decide if another can share memory with it.
+/// The published address of a process. It decides if another process can share memory with it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct ShmAddress {
     pub(super) version: u16,
-    /// The running system's boot id: another id is another machine.
+    /// Boot id of the running system. Different ids mean different machines.
     boot: String,
-    /// The network namespace, within which socket names are known.
+    /// Inode of the network namespace. Socket names are known only within it.
     network: u64,
-    /// The process namespace, within which process ids are known.
+    /// Inode of the process namespace. Process ids are known only within it.
     processes: u64,
     user: u32,
     name: [u8; NAME_BYTES],
 }
 
-/// The reason why a published text is no address.
+/// The reason why a published text is not an address of shared memory.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum ShmAddressError {
-    /// The process has no address, for the reason that it published.
+    /// The process has published this reason instead of an address.
     #[error("{0}")]
     None(String),
-    /// The text is malformed.
+    /// The text is neither an address nor a reason.
     #[error("{0:?} is no address of shared memory")]
     Unreadable(String),
 }
@@ -67,7 +67,8 @@ impl ShmAddress {
         format!("mpmd-{}", hex(&self.name)).into_bytes()
     }
 
-    /// Returns the reason why the two processes cannot share memory; `None` if they can. Symmetric.
+    /// Returns the reason why the processes of the two addresses cannot share memory; `None` if
+    /// they can. The order of the two makes no difference.
     fn apart_from(&self, other: &Self) -> Option<&'static str> {
         if self.version != other.version {
             Some("they run different builds")
@@ -101,7 +102,7 @@ pub fn why_apart(a: &str, b: &str) -> Option<String> {
     }
 }
 
-/// Returns the text that a process publishes if it has no address. `why` is the reason.
+/// Returns the text that a process publishes instead of an address. `why` is the reason.
 pub fn no_address(why: &str) -> String {
     format!("!{why}")
 }

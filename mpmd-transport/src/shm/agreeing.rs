@@ -17,23 +17,24 @@ use crate::transport::TransportError;
 use mpmd_base::deadline::after;
 use mpmd_memory::{DeviceSharing, MOST_WORDS};
 
-/// First bytes of a packet with a sample's description. `NO_MORE` ends the samples. `NONE` says
-/// that there are none, with the reason.
+/// Prefixes of the packets that describe samples of device memory. `SAMPLE`: a sample follows.
+/// `NO_MORE`: all samples were sent. `NONE`: the process has no samples; the reason follows.
 const SAMPLE: [u8; 4] = *b"SAMP";
 const NO_MORE: [u8; 4] = *b"OVER";
 const NONE: [u8; 4] = *b"NONE";
-/// First bytes of a packet with a result: all samples could be opened (`GOOD`), or one could not
-/// (`BAD`), with the reason.
+/// Prefixes of the packet with the result of opening a peer's samples. `GOOD`: all could be opened.
+/// `BAD`: one could not; the reason follows.
 const GOOD: [u8; 4] = *b"GOOD";
 const BAD: [u8; 4] = *b"BAD!";
 
-/// Limit on the packets of samples of one process: more than it has devices.
+/// Limit on the number of sample packets that are read from one process. No process has so many
+/// devices.
 const MOST_SAMPLES: usize = 1024;
 
 impl ShmState {
-    /// Finds out with which peers in `with` device memory can be shared, by exchanging samples with
-    /// them. Blocks until they have answered, and fails after `peer_timeout`. See
-    /// [`Transport::share_devices`](crate::Transport::share_devices).
+    /// Finds out with which of the peers marked in `with` this process can share device memory.
+    /// Exchanges samples of device memory with them. Blocks until all have answered, and fails
+    /// after `peer_timeout`. See [`Transport::share_devices`](crate::Transport::share_devices).
     pub(super) fn share_devices(
         &self,
         sharing: Arc<dyn DeviceSharing>,
@@ -97,8 +98,8 @@ impl ShmState {
         Ok(())
     }
 
-    /// Logs that this process and `others` do not lend each other device memory, for the reason
-    /// `why`. Warns unless the user has turned lending off.
+    /// Logs that this process does not share device memory with `others`, for the reason `why`. The
+    /// log level is a warning unless the user has turned sharing off.
     fn report_apart(&self, why: &str, others: &[u32], is_turned_off: bool) {
         let said = format!(
             "process {} and {others:?} do not lend each other memory of their devices: {why}; \
@@ -113,14 +114,14 @@ impl ShmState {
     }
 }
 
-/// Stores `found` in `known`, unless `known` holds a reason already.
+/// Stores the reason `found` in `known`, unless `known` already contains a reason.
 fn note(known: &mut Option<String>, found: Option<String>) {
     if known.is_none() {
         *known = found;
     }
 }
 
-/// Sends this process's samples to a peer, or the reason why it has none.
+/// Sends a peer the descriptions of this process's samples, or the reason why there are none.
 fn show(peer: &ShmPeer, samples: Result<&[Vec<u8>], &String>, deadline: Instant) -> io::Result<()> {
     match samples {
         Ok(samples) => {
@@ -133,8 +134,8 @@ fn show(peer: &ShmPeer, samples: Result<&[Vec<u8>], &String>, deadline: Instant)
     }
 }
 
-/// Tries a peer's samples and sends the peer the result. Returns the reason why the peer's device
-/// memory cannot be shared, or `None` if it can.
+/// Opens a peer's samples and sends the peer the result. Returns the reason why the peer's device
+/// memory cannot be opened, or `None` if it can.
 fn try_all(
     peer: &ShmPeer,
     sharing: &dyn DeviceSharing,
@@ -171,8 +172,8 @@ fn try_all(
     Err(nonsense())
 }
 
-/// Waits for a peer's result for this process's samples. Returns the reason why the peer cannot
-/// open them, or `None` if it can.
+/// Waits until a peer reports if it could open this process's samples. Returns the reason why it
+/// could not, or `None` if it could.
 fn hear_verdict(peer: &ShmPeer, deadline: Instant) -> io::Result<Option<String>> {
     let packet = peer.socket.receive_until(deadline)?.bytes;
     match packet.split_first_chunk::<4>() {
@@ -188,7 +189,7 @@ fn say(peer: &ShmPeer, kind: [u8; 4], rest: &[u8], deadline: Instant) -> io::Res
     peer.socket.send_until(&packet, &[], deadline)
 }
 
-/// Cuts a reason to the bytes that fit a packet, perhaps within a character.
+/// Cuts the text `why` to the number of bytes that fit a packet. The cut may split a character.
 fn cut(why: &str) -> &[u8] {
     &why.as_bytes()[..why.len().min(MOST_WORDS)]
 }

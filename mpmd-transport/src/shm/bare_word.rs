@@ -12,8 +12,8 @@ use super::shared_mapping::SharedMapping;
 use super::shared_words::SharedWords;
 use super::sync::{AtomicU32, Ordering};
 
-/// A counter in memory that another process of the same user can map. One process counts up and
-/// wakes the other, which sleeps: all that a hand-over to a sleeping process needs at least.
+/// A counter in memory that another process of the same user can map. One process increments it and
+/// wakes the other, which sleeps. It measures the least cost of waking another process.
 pub struct BareWord {
     memory: Arc<SharedMapping>,
     words: SharedWords<AtomicU32>,
@@ -64,13 +64,13 @@ impl BareWord {
         self.words[0].load(Ordering::Acquire)
     }
 
-    /// Counts up by one and wakes the other process if it [waits](Self::wait).
+    /// Increments the counter and wakes the other process if it [waits](Self::wait).
     pub fn count(&self) {
         self.words[0].fetch_add(1, Ordering::Release);
         SystemFutex.wake(&self.words[0], false);
     }
 
-    /// Sleeps while the counter has the value `value`, but not longer than `timeout`. May return
+    /// Sleeps until the counter differs from `value`, but not longer than `timeout`. May return
     /// early.
     pub fn wait(&self, value: u32, timeout: Duration) {
         SystemFutex.wait(&self.words[0], value, Some(timeout));

@@ -22,20 +22,20 @@ use crate::transport::Ticket;
 use mpmd_memory::{DeviceSharing, Leaving, Retired, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// A process's state for device memory.
+/// The state of a process's transport that only device memory needs.
 pub(super) struct DeviceLoans {
     pub(super) sharing: OnceLock<Arc<dyn DeviceSharing>>,
-    /// True, by process, once the process has provably exited.
+    /// True for each process that has provably exited, by process.
     pub(super) gone: Arc<[AtomicBool]>,
-    /// Messages that cannot be sent yet.
+    /// Messages with device payloads that cannot be sent yet.
     pub(super) held: Mutex<Vec<HeldMessage>>,
-    /// Freed segments that others still have open.
+    /// Memory of freed device segments that other processes still have open.
     partings: Mutex<Vec<FreedMemory>>,
     pub(super) reaper: Arc<Reaper>,
 }
 
-/// A message that is held back. The work that writes its payload is not over, or the owner of
-/// re-lent bytes could not be told yet.
+/// A message that is not sent yet. The device work that writes its payload has not finished, or the
+/// owner of borrowed memory could not yet be told that the memory is lent on.
 pub(super) struct HeldMessage {
     pub(super) to: ProcessId,
     pub(super) header: Header,
@@ -43,12 +43,12 @@ pub(super) struct HeldMessage {
     pub(super) ticket: Ticket,
 }
 
-/// Freed memory that some processes still have open.
+/// Device memory that this process has freed and that some processes still have open.
 struct FreedMemory {
     number: u32,
-    /// The memory; `None` once it is taken out to be freed.
+    /// The memory; `None` once the reaper has got it to free it.
     memory: Option<Leaving>,
-    /// Indices of the processes that may have the memory open.
+    /// Indices of the processes that may still have the memory open.
     awaited: Vec<usize>,
 }
 
@@ -64,23 +64,23 @@ impl DeviceLoans {
         }
     }
 
-    /// Records that a process has provably exited: the memory of its devices is lost.
+    /// Records that a process has provably exited. The memory of its devices is lost.
     pub(super) fn note_exit(&self, process: ProcessId) {
         self.gone[process.index()].store(true, Ordering::Release);
     }
 
-    /// Returns true if no message is held back.
+    /// Returns true if no message waits for device work.
     pub(super) fn is_flushed(&self) -> bool {
         self.held.lock().is_empty()
     }
 
-    /// Drops the messages that are held back and returns their tickets: they will never be sent.
+    /// Drops all held messages, which will never be sent, and returns their tickets.
     pub(super) fn take_tickets(&self) -> Vec<Ticket> {
         let held = std::mem::take(&mut *self.held.lock());
         held.into_iter().map(|held| held.ticket).collect()
     }
 
-    /// Keeps a freed segment's memory until all living processes in `awaited` have closed it.
+    /// Keeps the memory of a freed segment until all living processes in `awaited` have closed it.
     pub(super) fn part(&self, segment: Retired, awaited: Vec<usize>) {
         let Retired { number, memory } = segment;
         if memory.is_some() {
@@ -92,7 +92,7 @@ impl DeviceLoans {
         }
     }
 
-    /// Records that a process has closed segments that it was given.
+    /// Records that `process` has closed the segments `numbers`, which belong to this process.
     pub(super) fn note_closed(&self, process: usize, numbers: &[u32]) {
         let mut partings = self.partings.lock();
         for parting in partings.iter_mut() {
@@ -102,7 +102,7 @@ impl DeviceLoans {
         }
     }
 
-    /// Frees, on the reaper's thread, the memory that no process has open any more.
+    /// Frees the memory that no process has open any more, on the reaper's thread.
     pub(super) fn free(&self) {
         let over = {
             let mut partings = self.partings.lock();

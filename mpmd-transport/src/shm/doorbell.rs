@@ -23,55 +23,55 @@ use std::time::Duration;
 use super::shared_words::SharedWords;
 use super::sync::{AtomicU32, Ordering, fence};
 
-/// Bit of the state word: set while the engine (the thread that looks if no other does) sleeps, or
-/// takes its last look before.
+/// Bit of the state word: set while the engine sleeps or checks the rings for the last time before
+/// it sleeps. The engine is the thread that reads the rings when no other thread does.
 const ENGINE_ASLEEP: u32 = 1;
-/// Unit of the state word's count of parked (sleeping) threads, which has 8 bits.
+/// Added to the state word for each parked (sleeping) thread; the count has 8 bits.
 const PARKED: u32 = 1 << 8;
-/// Limit on the counted parked threads.
+/// Largest number of parked threads that the state word can count.
 const MOST_PARKED: u32 = 255;
-/// Unit of the state word's count of drivers (threads that look at the rings), which has 16 bits.
+/// Added to the state word for each driver (a thread that reads the rings); the count has 16 bits.
 const DRIVER: u32 = 1 << 16;
 
-/// Indices of the doorbell's words, of 4 bytes each. `WAITERS` is on a cache line of its own:
-/// threads of this process write it, peers read the others.
+/// Indices of the doorbell's words, each of 4 bytes. `WAITERS` has a cache line for itself, because
+/// threads of this process write it and peers only read the other words.
 const STATE: usize = 0;
 const ENGINE: usize = 1;
 const WAITERS: usize = 16;
 const WORDS: usize = 32;
 
-/// Limit on the sleep of a thread that finds [`MOST_PARKED`] others parked, as no peer would wake
-/// it.
+/// Longest sleep of a thread while [`MOST_PARKED`] others are parked. No peer wakes this thread,
+/// because it is not counted.
 const UNCOUNTED: Duration = Duration::from_millis(1);
 
-/// A way to sleep on a word of memory until another thread or process wakes it.
+/// A way to sleep on a word of memory until another thread or process wakes the sleeper.
 pub(super) trait Futex {
-    /// Sleeps until `word` is woken, or `timeout` is over. Returns at once if the word is not
-    /// `expected`. This check and going to sleep are one step with respect to [`wake`](Self::wake).
-    /// May return early.
+    /// Sleeps until `word` is woken or `timeout` is over. Returns at once if the value of `word` is
+    /// not `expected`. The comparison and the start of the sleep are one atomic step with respect
+    /// to [`wake`](Self::wake). May return early.
     fn wait(&self, word: &AtomicU32, expected: u32, timeout: Option<Duration>);
 
-    /// Wakes one sleeper on `word`, or all.
+    /// Wakes one thread that sleeps on `word`, or with `all` every such thread.
     fn wake(&self, word: &AtomicU32, all: bool);
 }
 
-/// The doorbell of one process, in memory that its peers map too.
+/// A doorbell: peers ring it to wake this process. It is in memory that the peers map too.
 ///
-/// Peers may [`ring`](Self::ring) it; the other methods are for its own process.
+/// Peers may call [`ring`](Self::ring); the other methods are for the doorbell's own process.
 #[derive(Clone)]
 pub(super) struct Doorbell {
     words: SharedWords<AtomicU32>,
 }
 
 impl Doorbell {
-    /// Bytes of memory that a doorbell takes.
+    /// Size of a doorbell in bytes.
     pub(super) const BYTES: usize = WORDS * size_of::<u32>();
 
-    /// Wraps the [`BYTES`](Self::BYTES) bytes at `first`, which are zero before their first use.
+    /// Wraps the [`BYTES`](Self::BYTES) bytes at `first`. They must be zero before their first use.
     ///
     /// # Safety
     ///
-    /// Those bytes must be mapped for reading and writing until `keep` is dropped. Until then, all
+    /// These bytes must be mapped for reading and writing until `keep` is dropped. Until then, all
     /// processes must access them only by atomic operations on whole aligned words of 4 bytes.
     ///
     /// # Panics
@@ -83,7 +83,7 @@ impl Doorbell {
         Self { words }
     }
 
-    /// Creates a doorbell in memory of its own.
+    /// Creates a doorbell in private memory, for tests and models.
     #[cfg(test)]
     pub(super) fn alone() -> Self {
         Self {
@@ -91,8 +91,9 @@ impl Doorbell {
         }
     }
 
-    /// Wakes the doorbell's process if none of its threads is awake to look: all parked threads, or
-    /// else the engine. Called after publishing something for that process.
+    /// Wakes all parked threads of the doorbell's process, or its engine if none is parked. Does
+    /// nothing if one of its threads already reads the rings. Called after publishing something for
+    /// that process.
     pub(super) fn ring(&self, futex: &impl Futex) {
         fence(Ordering::SeqCst);
         let state = self.words[STATE].load(Ordering::Relaxed);
@@ -107,8 +108,8 @@ impl Doorbell {
         }
     }
 
-    /// Ends every [`park`](Self::park) of this process for which [`parking`](Self::parking) was
-    /// called before. Called when an event happened that a parked thread may wait for.
+    /// Ends every [`park`](Self::park) of this process whose [`parking`](Self::parking) value was
+    /// taken before this call. Called after an event for which a parked thread may wait.
     pub(super) fn wake(&self, futex: &impl Futex) {
         // Counts even if no thread is parked yet: a thread that took `parking` and then looked in
         // vain must not sleep.
@@ -122,14 +123,14 @@ impl Doorbell {
     }
 
     /// Wakes all threads of this process that sleep at the doorbell or are about to, including the
-    /// engine. For events that a last look does not see in the rings, such as a shutdown.
+    /// engine. For events that do not show in the rings, such as a shutdown.
     pub(super) fn rouse(&self, futex: &impl Futex) {
         self.bump(WAITERS, futex, true);
         self.bump(ENGINE, futex, true);
     }
 
-    /// Starts driving. Until the [`RingDriver`] leaves, peers wake no thread, as it looks at
-    /// everything they publish.
+    /// Registers the calling thread as a driver, which reads everything that peers publish. Until
+    /// the [`RingDriver`] leaves, peers wake no thread of this process.
     pub(super) fn enter(&self) -> RingDriver<'_> {
         // Needs no ordering: peers that skip a wake-up because of this are seen by the look after
         // it leaves.
@@ -137,21 +138,21 @@ impl Doorbell {
         RingDriver { door: self }
     }
 
-    /// Returns the value to pass to [`park`](Self::park). The caller takes it before it checks its
-    /// condition for the last time.
+    /// Returns the value to pass to [`park`](Self::park). Call it before the last check of the
+    /// condition that the thread waits for.
     pub(super) fn parking(&self) -> u32 {
         // A thread that sees the value of a `wake` sees everything that happened before it.
         self.words[WAITERS].load(Ordering::Acquire)
     }
 
     /// Sleeps until a peer rings, [`wake`](Self::wake) is called, or `timeout` is over. Returns at
-    /// once if there was a `wake` since `parking` was taken, or if `look` returns true. May return
+    /// once if `wake` was called since `parking` was taken, or if `look` returns true. May return
     /// early.
     ///
-    /// `look` is the last look: true if the rings hold work, or room that a record waits for. It
-    /// must see everything that every peer has published. If another thread holds the rings, it
-    /// must wait for them rather than skip them. The caller comes back as a driver: it drives, then
-    /// leaves.
+    /// `look` is the last check: it returns true if the rings contain records, or free space that a
+    /// record waits for. It must see everything that peers have published. If another thread has
+    /// locked the rings, `look` must wait for the lock. The returned [`RingDriver`] makes the
+    /// caller a driver, which reads the rings and then leaves.
     pub(super) fn park(
         &self,
         futex: &impl Futex,
@@ -171,11 +172,11 @@ impl Doorbell {
         parked.into_driver()
     }
 
-    /// Puts the engine to sleep until a peer rings while no other thread looks, or `timeout` is
-    /// over. Does not sleep if `look` returns true. May return early. Afterwards the engine is
-    /// awake, and looks again before its next sleep.
+    /// Puts the engine to sleep until a peer rings while no other thread reads the rings, or until
+    /// `timeout` is over. Does not sleep if `look` returns true. May return early. Afterwards the
+    /// engine counts as awake, and must check the rings before it sleeps again.
     ///
-    /// `look` is the last look, as for [`park`](Self::park). Only one thread of a process is the
+    /// `look` is the last check, as for [`park`](Self::park). Only one thread of a process is the
     /// engine.
     pub(super) fn sleep(
         &self,
@@ -197,24 +198,25 @@ impl Doorbell {
         futex.wake(&self.words[word], all);
     }
 
-    /// Returns the memory itself, for tests that write invalid values.
+    /// Returns the doorbell's words, for tests that write invalid values into them.
     #[cfg(test)]
     pub(super) fn words(&self) -> &[AtomicU32] {
         &self.words
     }
 }
 
-/// A thread that looks at the rings. Leaves when dropped, but call [`leave`](Self::leave) instead.
+/// Marks the calling thread as a driver, which reads the rings. Dropping it leaves, but prefer
+/// [`leave`](Self::leave), which checks the rings once more.
 #[must_use]
 pub(super) struct RingDriver<'a> {
     door: &'a Doorbell,
 }
 
 impl RingDriver<'_> {
-    /// Announces that this thread no longer looks, then looks once more. `look` must take
-    /// everything that the peers have published, as they woke no thread because of this driver. If
-    /// another thread holds the rings, it must wait for them: that thread may already have had its
-    /// own last look.
+    /// Announces that this thread no longer reads the rings, then calls `look` once. `look` must
+    /// take everything that peers have published, because they woke no thread while this driver was
+    /// registered. If another thread has locked the rings, `look` must wait for the lock: that
+    /// thread may already have made its own last check.
     pub(super) fn leave<R>(self, look: impl FnOnce() -> R) -> R {
         drop(self);
         fence(Ordering::SeqCst);
@@ -228,21 +230,21 @@ impl Drop for RingDriver<'_> {
     }
 }
 
-/// A thread that sleeps, or is about to.
+/// Marks the calling thread as parked: it sleeps, or is about to.
 struct Parked<'a> {
     door: &'a Doorbell,
 }
 
 impl<'a> Parked<'a> {
-    /// Counts one more parked thread. Returns `None` if the count is at its limit of 255.
+    /// Counts one more parked thread. Returns `None` if the count is at [`MOST_PARKED`].
     fn new(door: &'a Doorbell) -> Option<Self> {
         let more = |state| (parked(state) < MOST_PARKED).then(|| state + PARKED);
         let counted = door.words[STATE].fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
         counted.ok().map(|_| Self { door })
     }
 
-    /// Turns the parked thread into a driver in one step. Otherwise a peer could find it neither
-    /// parked nor driving, and wake the engine.
+    /// Turns the parked thread into a driver in one atomic step. Otherwise a peer could see it
+    /// neither parked nor driving, and wake the engine.
     fn into_driver(self) -> RingDriver<'a> {
         let door = self.door;
         std::mem::forget(self);
@@ -257,7 +259,7 @@ impl Drop for Parked<'_> {
     }
 }
 
-/// Returns the number of parked threads in a state word.
+/// Returns the number of parked threads in the state word `state`.
 fn parked(state: u32) -> u32 {
     (state / PARKED) & MOST_PARKED
 }

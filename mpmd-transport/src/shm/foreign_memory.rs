@@ -15,7 +15,7 @@ use super::returns::ReturnPath;
 use mpmd_memory::{DeviceMemory, Fence, Segment};
 use mpmd_proto::wire::ProcessId;
 
-/// The reason why a given segment of device memory cannot be used.
+/// The reason why a segment of device memory that a peer has given cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DeviceSegmentError {
     #[error(transparent)]
@@ -24,29 +24,32 @@ pub(super) enum DeviceSegmentError {
     Lost { owner: ProcessId },
     #[error("this process has no devices that share memory")]
     NoDevices,
-    /// The description is invalid here, or the driver refuses it.
+    /// The description of the memory is not valid for this process's devices, or the driver refuses
+    /// it.
     #[error(transparent)]
     Unopened(#[from] io::Error),
     #[error("it has {actual} bytes and is announced with {announced}")]
     OtherLength { actual: usize, announced: usize },
 }
 
-/// A segment of device memory that a peer has given.
+/// A segment of device memory that a peer has given to this process.
 pub(super) struct DeviceGiven {
     pub(super) words: Vec<u8>,
     pub(super) bytes: u64,
-    /// The process that owns the memory: the peer may have opened it itself.
+    /// The process that owns the memory. It need not be the peer, which may lend borrowed memory
+    /// on.
     pub(super) owner: ProcessId,
     open: OpenSegment,
 }
 
-/// Whether a given segment of device memory is open here.
+/// The state of a given segment: not open in this process, or open.
 enum OpenSegment {
     No,
-    /// The segment was not open here when this peer gave it. It stays open until the peer says that
-    /// it is freed.
+    /// No other peer had caused the segment to be opened before. It stays open until this peer
+    /// reports that it is freed.
     First(Arc<Segment>),
-    /// Another peer had given the segment before; see [`Given`](super::mappings::HostGiven).
+    /// Another peer had given the segment before. This entry does not keep it open, as in
+    /// [`HostGiven::Again`](super::mappings::HostGiven::Again).
     Again(Weak<Segment>),
 }
 
@@ -60,7 +63,8 @@ impl DeviceGiven {
         }
     }
 
-    /// Returns the segment, which its giver knows by `number`, and opens it if it is not open.
+    /// Returns the segment, and opens it if it is not open. `number` is the number by which the
+    /// peer that gave it knows the segment.
     pub(super) fn segment(
         &mut self,
         number: u32,
@@ -117,8 +121,8 @@ impl DeviceGiven {
         Ok(segment)
     }
 
-    /// Handles the peer's notice that the segment is freed. Once it is closed here, each peer that
-    /// gave it is told.
+    /// Handles the peer's report that the segment is freed. Once this process has closed the
+    /// segment, it tells each peer that gave it.
     pub(super) fn retire(self, number: u32, returns: &Arc<ReturnPath>) {
         let again = match self.open {
             // The peer is told once it is closed, which is when the last loan of it has gone back.
@@ -137,7 +141,7 @@ impl DeviceGiven {
     }
 }
 
-/// A peer that has given a segment.
+/// A peer that has given a segment, and must be told when the segment is closed.
 struct SegmentGiver {
     returns: Arc<ReturnPath>,
     /// The number by which the peer knows the segment.
@@ -153,28 +157,28 @@ impl SegmentGiver {
     }
 }
 
-/// Memory of another process's device, open here. When it is closed, the peers that gave it are
-/// told.
+/// Memory of another process's device that is open in this process. When it is closed, the peers
+/// that gave it are told.
 pub(super) struct ForeignMemory {
-    /// `None` while it is dropped.
+    /// The open memory; `None` while this is dropped.
     memory: Option<Box<dyn DeviceMemory>>,
     words: Vec<u8>,
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,
-    /// The peers to tell.
+    /// The peers that must be told when the memory is closed.
     givers: Mutex<Vec<SegmentGiver>>,
     reaper: Arc<Reaper>,
 }
 
 impl ForeignMemory {
-    /// Returns the process that owns a segment of foreign device memory; `None` for any other
-    /// segment.
+    /// Returns the process that owns a segment of another process's device memory. `None` for any
+    /// other segment.
     pub(super) fn owner(segment: &Segment) -> Option<ProcessId> {
         Self::of(segment).map(|foreign| foreign.owner)
     }
 
-    /// Returns a fence that fails once the content of a foreign device segment is lost; `None` for
-    /// any other segment.
+    /// Returns a fence that fails once another process's device memory is lost. `None` for any
+    /// other segment.
     pub(super) fn life(segment: &Segment) -> Option<Arc<dyn Fence>> {
         let Self { owner, gone, .. } = Self::of(segment)?;
         Some(Arc::new(OwnerFence {
@@ -188,8 +192,8 @@ impl ForeignMemory {
     }
 }
 
-/// A fence that is always over, but fails once the owner is gone: device memory does not outlive
-/// its process.
+/// A fence that is always passed, but fails once the owner of the memory is gone: device memory
+/// does not outlive its process.
 struct OwnerFence {
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,

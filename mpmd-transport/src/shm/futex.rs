@@ -9,11 +9,11 @@ use rustix::time::Timespec;
 use super::doorbell::Futex;
 use super::sync::AtomicU32;
 
-/// Duration of the sleep in place of a wait that the system refuses, so that a caller in a loop
-/// does not spin.
+/// Length of the sleep that replaces a futex wait when the system refuses to wait. It keeps a
+/// caller that waits in a loop from spinning.
 const REFUSED: Duration = Duration::from_millis(1);
 
-/// The system's futex, for words in memory that several processes map.
+/// The Linux futex system call, for words in memory that several processes map.
 pub(super) struct SystemFutex;
 
 impl Futex for SystemFutex {

@@ -16,17 +16,19 @@ use crate::transport::Ticket;
 use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::ProcessId;
 
-/// Number of loans after which the rings of returns are read. A loan causes at most two notes of
-/// each borrower, and a ring has room for more than twice as many.
+/// Number of new loans after which the return rings are read. A loan causes at most two notes from
+/// each borrower, and a ring has space for more than twice that number.
 const READ_AFTER: usize = 64;
 
-/// All loans of this process's memory. Read from the rings of returns of all peers.
+/// All loans of this process's memory to peers. Each borrower reports returned loans in a ring in
+/// shared memory, its return ring.
 pub(super) struct LoanLedger {
-    /// By process; `None` for processes that this transport does not reach.
+    /// The loans to each process, by process; `None` for processes that this transport does not
+    /// reach.
     accounts: Vec<Option<Account>>,
-    /// Number of loans made since the rings were read.
+    /// Number of loans made since the return rings were last read.
     unread: usize,
-    /// Number of times that the rings were read.
+    /// Number of times that the return rings were read.
     round: u64,
 }
 
@@ -34,70 +36,70 @@ pub(super) struct LoanLedger {
 struct Account {
     open: HashMap<LoanId, OpenLoan>,
     bytes: u64,
-    /// Number of loans with the copy flag: the borrower copies them and returns them, and this
-    /// process waits for that.
+    /// Number of open loans that the borrower must copy and then return. This process waits for
+    /// their return.
     copied: usize,
-    /// Numbers of device segments that the borrower has closed.
+    /// Numbers of device segments that the borrower has reported as closed.
     closed: Vec<u32>,
-    /// By lender: the number of the last loan that reached the borrower, if no more do.
+    /// The number of the last loan that the borrower got from each lender that lends it no more.
     last: HashMap<ProcessId, u64>,
-    /// The borrower's ring of returns.
+    /// The ring in which the borrower reports returned loans.
     returns: Consumer,
-    /// Notes that name unknown loans, in order.
+    /// Notes that name a loan which is not entered yet, in the order in which they were read.
     early: Vec<EarlyNote>,
-    /// The fault in the ring of returns, if any. Nothing in the ring is read after that.
+    /// The fault found in the return ring, if any. After a fault, the ring is not read any more.
     corrupt: Option<Corrupt>,
-    /// True once no more messages of the borrower are taken.
+    /// True once this process accepts no more messages from the borrower.
     has_ended: bool,
-    /// True once the borrower's process has provably exited, and its last notes were read.
+    /// True once the borrower's process has provably exited and its last notes have been read.
     has_exited: bool,
 }
 
-/// A note that names an unknown loan.
+/// A note that names a loan which is not entered yet.
 struct EarlyNote {
-    /// The round in which the note was read.
+    /// Value of [`LoanLedger::round`] when the note was read.
     round: u64,
     note: ReturnNote,
 }
 
-/// A loan that has not ended.
+/// A loan that the borrower has not returned completely.
 struct OpenLoan {
     buffer: SharedBuffer,
-    /// The ticket that ends when the loan comes back, or `Ticket::NONE`.
+    /// The ticket that ends when the loan is returned, or `Ticket::NONE`.
     ticket: Ticket,
     is_copied: bool,
-    /// Number of messages with parts of the memory that were taken from the borrower.
+    /// Number of messages from the borrower that contained parts of this memory, so far.
     messages_taken: u64,
-    /// Once the borrower has returned the loan: the number of such messages that it has posted.
+    /// Number of such messages that the borrower has sent in all. `None` until it returns the loan.
     messages_at_return: Option<u64>,
 }
 
-/// A loan that has ended. The caller drops it while it holds no lock: its memory may go back to a
+/// A loan that has ended. Drop it only while holding no lock, because its memory may go back to a
 /// pool.
 pub(super) struct EndedLoan {
     pub(super) buffer: SharedBuffer,
     pub(super) ticket: Ticket,
 }
 
-/// A part of this process's own memory that a borrower has sent back.
+/// The payload of a message in which a borrower sent a part of this process's memory back.
 pub(super) struct TakenPart {
-    /// `None` if the borrower has no such loan.
+    /// The part of the memory; `None` if the borrower has no such loan.
     pub(super) part: Option<SharedBuffer>,
-    /// The loans that have ended meanwhile.
+    /// Loans that ended when the part was taken.
     pub(super) ended: Vec<EndedLoan>,
 }
 
-/// The loans of a borrower of which no more messages are taken.
+/// The loans to a borrower from which no more messages are accepted.
 #[derive(Default)]
 pub(super) struct BorrowerEnd {
-    /// The loans that only waited for such messages.
+    /// Loans that were returned, and were kept only because messages with their parts were missing.
     pub(super) ended: Vec<EndedLoan>,
-    /// The tickets of all others. Their memory stays lent.
+    /// Tickets of all other open loans. Their memory stays lent.
     pub(super) tickets: Vec<Ticket>,
 }
 
 impl LoanLedger {
-    /// Creates an empty ledger over the rings of returns, by process.
+    /// Creates an empty ledger. `returns` contains each process's return ring, by process.
     pub(super) fn new(returns: impl IntoIterator<Item = Option<Consumer>>) -> Self {
         let accounts = returns
             .into_iter()
@@ -110,8 +112,8 @@ impl LoanLedger {
         }
     }
 
-    /// Enters a loan of this process's memory to `to`. It must be entered before the borrower can
-    /// return it. Returns true if the rings should be [read](Self::collect) now.
+    /// Enters a loan of this process's memory to the process `to`. Call it before the borrower can
+    /// return the loan. Returns true if the return rings should be [read](Self::collect) now.
     pub(super) fn lend(
         &mut self,
         to: ProcessId,
@@ -128,7 +130,7 @@ impl LoanLedger {
         self.unread >= READ_AFTER
     }
 
-    /// Reads all rings of returns, and returns the loans that have ended.
+    /// Reads all return rings, and returns the loans that have ended.
     pub(super) fn collect(&mut self) -> Vec<EndedLoan> {
         self.unread = 0;
         let mut ended = Vec::new();
@@ -165,7 +167,8 @@ impl LoanLedger {
         }
     }
 
-    /// Takes at most `left` notes from a borrower's ring. Returns true if some are left there.
+    /// Reads at most `left` notes from a borrower's return ring. Returns true if unread notes
+    /// remain.
     fn read(&mut self, borrower: ProcessId, left: &mut usize, ended: &mut Vec<EndedLoan>) -> bool {
         let round = self.round;
         loop {
@@ -203,7 +206,8 @@ impl LoanLedger {
         }
     }
 
-    /// Retries all notes that named unknown loans. Returns true if at least one was entered.
+    /// Retries all notes that named a loan which was not entered. Returns true if at least one
+    /// succeeded.
     fn retry(&mut self, ended: &mut Vec<EndedLoan>) -> bool {
         let mut any = false;
         for borrower in 0..self.accounts.len() {
@@ -222,8 +226,8 @@ impl LoanLedger {
         any
     }
 
-    /// Carries out a note of a borrower. Returns false, and does nothing, if it names an unknown
-    /// loan.
+    /// Applies a borrower's note. If the note names a loan that is not entered, does nothing and
+    /// returns false.
     fn take(&mut self, borrower: ProcessId, note: ReturnNote, ended: &mut Vec<EndedLoan>) -> bool {
         let Some(account) = self.account(borrower) else {
             return true;
@@ -273,7 +277,8 @@ impl LoanLedger {
         true
     }
 
-    /// Takes the part of this process's own memory that a borrower has sent back in a message.
+    /// Returns the part of this process's own memory that the borrower `from` has sent back in a
+    /// message.
     pub(super) fn take_part(
         &mut self,
         from: ProcessId,
@@ -299,9 +304,9 @@ impl LoanLedger {
         TakenPart { part, ended }
     }
 
-    /// Notes that no more messages of a borrower are taken. Ends the loans that it has returned,
-    /// which only waited for such messages. Returns the tickets of all others, which the caller
-    /// fails; their memory stays lent.
+    /// Records that no more messages from a borrower are accepted. Ends the loans that it has
+    /// returned, and collects the tickets of all others. The caller fails these tickets; their
+    /// memory stays lent.
     pub(super) fn close_account(&mut self, borrower: ProcessId) -> BorrowerEnd {
         let Some(account) = self.account(borrower) else {
             return BorrowerEnd::default();
@@ -324,12 +329,12 @@ impl LoanLedger {
         }
     }
 
-    /// Notes that a borrower's process has provably exited: ends all loans to it, once its last
-    /// notes were read. May be called again and again. Loans to the processes that it re-lent
-    /// memory to stay.
+    /// Records that a borrower's process has provably exited. Ends all loans to it once its last
+    /// notes are read. May be called repeatedly. Loans to processes to which the borrower re-lent
+    /// memory stay open.
     ///
-    /// After a fault in its ring only those loans end that were returned before: notes of re-lent
-    /// memory may be lost.
+    /// After a fault in the borrower's return ring, only loans that it returned before the fault
+    /// end. Its notes about re-lent memory may be lost.
     pub(super) fn note_exit(&mut self, borrower: ProcessId) -> Vec<EndedLoan> {
         let is_new = self
             .account(borrower)
@@ -355,7 +360,8 @@ impl LoanLedger {
         ended
     }
 
-    /// [Retires](SharedBuffer::retire) all lent memory: its return would not be noticed.
+    /// [Retires](SharedBuffer::retire) all lent memory, so that it is never reused. The ledger no
+    /// longer learns of returned loans.
     pub(super) fn retire(&mut self) {
         for account in self.accounts.iter_mut().flatten() {
             account
@@ -367,8 +373,8 @@ impl LoanLedger {
         }
     }
 
-    /// Takes the tickets of all loans to a borrower, so that nothing waits for their end any more.
-    /// The memory stays lent.
+    /// Removes and returns the tickets of all loans to a borrower, so that no caller waits for the
+    /// end of these loans. The memory stays lent.
     pub(super) fn take_tickets(&mut self, borrower: ProcessId) -> Vec<Ticket> {
         let Some(account) = self.account(borrower) else {
             return Vec::new();
@@ -382,15 +388,15 @@ impl LoanLedger {
         tickets.filter(|ticket| *ticket != Ticket::NONE).collect()
     }
 
-    /// Takes the numbers of the device segments that a borrower says it has closed; each is
-    /// returned once.
+    /// Returns the numbers of the device segments that a borrower has reported as closed. Each
+    /// number is returned once.
     pub(super) fn take_closed(&mut self, borrower: ProcessId) -> Vec<u32> {
         self.account(borrower)
             .map(|account| std::mem::take(&mut account.closed))
             .unwrap_or_default()
     }
 
-    /// Returns the fault in a borrower's ring of returns, if any.
+    /// Returns the fault found in a borrower's return ring, if any.
     pub(super) fn corrupt(&self, borrower: ProcessId) -> Option<&Corrupt> {
         self.accounts
             .get(borrower.index())?
@@ -399,7 +405,7 @@ impl LoanLedger {
             .as_ref()
     }
 
-    /// Returns true if a borrower must still copy and return some loans.
+    /// Returns true if this process waits for a borrower to copy and return a loan.
     pub(super) fn is_awaited(&self) -> bool {
         self.accounts
             .iter()
@@ -407,8 +413,8 @@ impl LoanLedger {
             .any(|account| account.copied > 0)
     }
 
-    /// Returns true if the rings should be [read](Self::collect): an awaited loan may have come
-    /// back, or a ring fills up.
+    /// Returns true if the return rings should be [read](Self::collect): an awaited loan may have
+    /// been returned, or a ring is half full.
     pub(super) fn has_news(&self) -> bool {
         self.accounts.iter().flatten().any(|account| {
             let returns = &account.returns;
@@ -423,7 +429,7 @@ impl LoanLedger {
         account.map_or(0, |account| account.bytes)
     }
 
-    /// Returns the number of open loans.
+    /// Returns the number of open loans to all borrowers.
     #[cfg(test)]
     pub(super) fn open(&self) -> usize {
         self.accounts
@@ -454,7 +460,7 @@ impl Account {
         }
     }
 
-    /// Returns true if a re-lent part may reach the borrower, and is not entered yet.
+    /// Returns true if loan `loan` may still be entered: it is not open yet, and has not been lost.
     fn may_get(&self, loan: LoanId) -> bool {
         let is_lost = self
             .last
@@ -463,7 +469,7 @@ impl Account {
         !self.has_exited && !is_lost && !self.open.contains_key(&loan)
     }
 
-    /// Enters a loan to this borrower.
+    /// Enters a loan of `buffer` to this borrower.
     fn enter(&mut self, loan: LoanId, buffer: SharedBuffer, ticket: Ticket, is_copied: bool) {
         // Nothing waits for a borrower after the end of its connection.
         let is_copied = is_copied && !self.has_ended;
@@ -481,7 +487,7 @@ impl Account {
         );
     }
 
-    /// Ends a loan. Returns `None` if the borrower has no such loan.
+    /// Removes a loan and returns it as ended. Returns `None` if the borrower has no such loan.
     fn end(&mut self, loan: LoanId) -> Option<EndedLoan> {
         let OpenLoan {
             buffer,
@@ -494,7 +500,7 @@ impl Account {
         Some(EndedLoan { buffer, ticket })
     }
 
-    /// Ends a loan that was returned, if no message with parts of it is still to be taken.
+    /// Ends a loan that was returned, unless a message with a part of it has not been taken yet.
     fn end_if_over(&mut self, loan: LoanId) -> Option<EndedLoan> {
         let open = self.open.get(&loan)?;
         // invariant: lent-is-not-reused

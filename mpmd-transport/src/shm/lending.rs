@@ -17,41 +17,46 @@ use crate::transport::{Ticket, TransportError};
 use mpmd_memory::{Segment, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// The smallest segment, in bytes, that is announced: a smaller one is mapped quickly.
+/// Smallest size in bytes of a segment that is announced to peers before it is used. A smaller
+/// segment is mapped quickly.
 const WORTH_ANNOUNCING: usize = 1 << 20;
 
-/// True if the ticket of a message ends when its payload comes back; false if it has ended.
+/// True if a message's ticket ends only when its payload is returned; false if the ticket can end
+/// now.
 pub(super) struct IsLent(pub(super) bool);
 
-/// A message with a payload that stays in its place.
+/// A message whose payload is lent to the receiver instead of being copied.
 pub(super) struct LentMessage<'a> {
     pub(super) to: ProcessId,
     pub(super) header: &'a Header,
     pub(super) ticket: Ticket,
-    /// True if the payload is device memory that is not known to be valid yet.
+    /// True if the payload is device memory that may still be written by unfinished device work.
     pub(super) is_later: bool,
 }
 
-/// The way in which a payload reaches its receiver.
+/// The owner of a lent payload, with the loan's number.
 #[derive(Clone, Copy)]
 pub(super) enum Lending {
-    /// It is this process's memory, lent with this number.
+    /// The payload is this process's memory, lent with this number.
     Own(u64),
-    /// It is another process's memory, re-lent with this number. Its owner waits for its return.
+    /// The payload is another process's memory, re-lent with this number. The owner waits for its
+    /// return.
     Borrowed(u64),
-    /// It is the receiver's own memory.
+    /// The payload is the receiver's own memory.
     ToOwner,
 }
 
 impl Lending {
-    /// Returns if the message's ticket is still open: only while this process's own memory is lent.
+    /// Returns true if the message's ticket stays open, which is so only for this process's own
+    /// memory.
     pub(super) fn is_lent(self) -> IsLent {
         IsLent(matches!(self, Self::Own(_)))
     }
 }
 
 impl ShmState {
-    /// Sends a message, and reports the end of its ticket unless that comes later.
+    /// Sends a message. Reports the end of its ticket, unless the ticket ends when the payload
+    /// returns.
     pub(super) fn post(
         &self,
         to: ProcessId,
@@ -66,7 +71,7 @@ impl ShmState {
         }
     }
 
-    /// Sends a message: its payload inline, or lent.
+    /// Sends a message with its payload copied after the header, or lent.
     fn send(
         &self,
         to: ProcessId,
@@ -114,7 +119,7 @@ impl ShmState {
         Ok(is_lent)
     }
 
-    /// Lends a peer bytes in host memory, or a copy of them.
+    /// Lends a peer bytes in host memory. Lends a copy if the bytes are not in a segment.
     fn lend_host(
         &self,
         peer: &ShmPeer,
@@ -139,9 +144,9 @@ impl ShmState {
         })
     }
 
-    /// Sends a message without moving its payload, which is lent, re-lent, or the receiver's own.
-    /// Does not ring. Returns the payload as the error if it cannot be lent: it is in no segment,
-    /// or its owner cannot be told now.
+    /// Sends a message without copying its payload. The payload is this process's memory, borrowed
+    /// memory, or the receiver's own. Does not ring the peer's doorbell. Returns the payload as the
+    /// error if it is in no segment, or if its owner cannot be told now.
     pub(super) fn lend(
         &self,
         peer: &ShmPeer,
@@ -216,8 +221,8 @@ impl ShmState {
         Ok(owner.map_or(Lending::Own(number), |_| Lending::Borrowed(number)))
     }
 
-    /// Announces a new segment to the peers that have got payloads before: they will probably get
-    /// some in it. They map it meanwhile. Does not wait.
+    /// Announces a new segment to all peers that have received payloads, so that they can map it
+    /// before the first message that lends memory in it. Does not wait.
     pub(super) fn announce(&self, segment: &Arc<Segment>) {
         if segment.bytes() < WORTH_ANNOUNCING || self.is_closing() {
             return;
@@ -231,7 +236,7 @@ impl ShmState {
         }
     }
 
-    /// Returns the loan if it is memory that this process has borrowed from one of its peers.
+    /// Returns `loan` as borrowed memory if this process borrowed it from a peer of this transport.
     pub(super) fn borrowed<'a>(
         &self,
         loan: &'a dyn mpmd_memory::Loan,
@@ -241,7 +246,8 @@ impl ShmState {
         borrowed.goes_back_by(&owner.returns).then_some(borrowed)
     }
 
-    /// Copies bytes that cannot be lent where they are, such as those of a `Vec`.
+    /// Copies bytes that cannot be lent, such as those of a `Vec`, to a buffer of the transport's
+    /// pool.
     fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
         let mut copy =
             self.pool
@@ -255,7 +261,7 @@ impl ShmState {
     }
 }
 
-/// Sends a message with a part of the receiver's own memory, which is at `range` of its segment.
+/// Sends a message whose payload is the receiver's own memory, at `range` of its segment.
 fn send_to_owner(
     peer: &ShmPeer,
     out: &mut Outbound,

@@ -11,13 +11,13 @@ use crate::transport::{Ticket, TransportError};
 use mpmd_memory::{Fences, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// The longest failure text sent to a peer, in bytes.
+/// Largest length in bytes of an error text that is sent to a peer.
 const MOST_TEXT: usize = 400;
 
 impl ShmState {
-    /// Lends a peer bytes in the memory of a device of this process, or of a foreign device that it
-    /// has open. If the message cannot be sent yet, holds it back. Fails if the two do not share
-    /// device memory.
+    /// Lends a peer bytes in the memory of a device of this process, or of another process's device
+    /// that is open here. Keeps the message if it cannot be sent yet. Fails if the two processes do
+    /// not share device memory.
     pub(super) fn lend_device(
         &self,
         to: ProcessId,
@@ -91,8 +91,8 @@ impl ShmState {
         Ok(lent.is_lent())
     }
 
-    /// Keeps a message until the fences `until` are over. Without them no event tells when to send
-    /// it, so it is retried regularly.
+    /// Keeps a message until the fences `until` have passed. Without fences, the message is retried
+    /// regularly.
     fn hold_back(&self, held: HeldMessage, until: Option<Fences>) {
         self.devices.held.lock().push(held);
         let Some(until) = until else { return };
@@ -105,7 +105,7 @@ impl ShmState {
         }));
     }
 
-    /// Posts the messages held back for fences that are over now.
+    /// Sends the kept messages whose fences have passed.
     pub(super) fn post_held(&self) {
         let is_due = |held: &mut HeldMessage| held.bytes.ready().are_over();
         let due: Vec<_> = self.devices.held.lock().extract_if(.., is_due).collect();
@@ -120,7 +120,7 @@ impl ShmState {
         }
     }
 
-    /// Tells the borrower of loan `loan` that its memory is valid, or why it is not.
+    /// Tells the borrower of loan `loan` that its memory has been written, or why the write failed.
     fn say_landed(&self, to: ProcessId, loan: u64, failure: Option<String>) {
         let Some(Some(peer)) = self.peers.get(to.index()) else {
             return;
@@ -140,7 +140,8 @@ impl ShmState {
         peer.door.ring(&SystemFutex);
     }
 
-    /// Tells a peer that the payload of a message will not come, so that the peer does not wait.
+    /// Tells a peer that a message's payload will never arrive, and why. The peer then stops
+    /// waiting.
     fn break_off(&self, peer: &ShmPeer, header: &Header, why: &str) {
         let mut out = peer.outbound.lock();
         if out.closed.is_none() {
@@ -156,7 +157,7 @@ impl ShmState {
     }
 }
 
-/// Cuts a text to [`MOST_TEXT`] bytes, or a little less to keep its last character whole.
+/// Cuts a text to at most [`MOST_TEXT`] bytes, without splitting a character.
 fn cut(text: &str) -> &str {
     let end = (0..=text.len().min(MOST_TEXT))
         .rev()

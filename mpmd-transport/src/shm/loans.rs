@@ -11,21 +11,21 @@ use super::returns::ReturnPath;
 use mpmd_memory::{DevicePlace, Fence, Loan, Segment, SegmentPosition};
 use mpmd_proto::wire::ProcessId;
 
-/// Borrowed memory of a peer, the owner; given back to it when dropped.
+/// Memory that this process has borrowed from a peer, the owner. Dropping it returns the loan.
 pub(super) struct BorrowedMemory {
     segment: Arc<Segment>,
     range: Range<usize>,
     owner: ProcessId,
     loan: LoanId,
     is_awaited: bool,
-    /// Number of messages with parts of this memory that were posted to the owner.
+    /// Number of messages to the owner that contained parts of this memory.
     to_owner: AtomicU64,
-    /// The way back to the owner.
+    /// The ring through which the memory is returned to the owner.
     returns: Arc<ReturnPath>,
 }
 
 impl BorrowedMemory {
-    /// Borrows the memory that process `lender` lends, in `segment`. Returns `None`, and borrows
+    /// Borrows the range of `segment` that the process `lender` lends. Returns `None`, and borrows
     /// nothing, if the segment has no such range.
     pub(super) fn new(
         segment: Arc<Segment>,
@@ -62,30 +62,32 @@ impl BorrowedMemory {
         self.owner
     }
 
-    /// Returns the name of the loan at the owner.
+    /// Returns the id under which the owner knows the loan.
     pub(super) fn loan(&self) -> LoanId {
         self.loan
     }
 
-    /// Returns true if `returns` is the channel by which this memory goes back to its owner.
+    /// Returns true if this memory is returned to its owner through `returns`.
     pub(super) fn goes_back_by(&self, returns: &Arc<ReturnPath>) -> bool {
         Arc::ptr_eq(&self.returns, returns)
     }
 
-    /// Tells the owner that the bytes in `range` of the segment are re-lent to process `to`, as
-    /// loan `number`. Called before they are. Returns false if the owner cannot be told now.
+    /// Tells the owner that this process will lend the bytes at `range` of the segment to the
+    /// process `to`, as loan `number`. Call it before that loan. Returns false if the owner cannot
+    /// be told now.
     pub(super) fn pass_on(&self, to: ProcessId, number: u64, range: &Range<usize>) -> bool {
         self.returns.pass_on(self.loan, to, number, range)
     }
 
     /// Counts a message to the owner with a part of this memory. The owner ends the loan only after
-    /// it has taken all of them.
+    /// it has received all such messages.
     pub(super) fn count_to_owner(&self) {
         // Read when the last holder drops this, which is after all calls.
         self.to_owner.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// For device memory: a fence that fails once the owner, and so the memory, is gone.
+    /// Returns a fence that fails once the owner has exited and its memory is lost. `None` for host
+    /// memory.
     pub(super) fn life(&self) -> Option<Arc<dyn Fence>> {
         ForeignMemory::life(&self.segment)
     }

@@ -9,22 +9,23 @@ use parking_lot::Mutex;
 
 use mpmd_memory::{File, Segment};
 
-/// The segments of other processes that this process has mapped, each once. The same segment may
-/// come from several peers, since they re-lend memory, and many times.
+/// The segments of other processes that this process has mapped, each once. Several peers may give
+/// this process the same segment, because they lend borrowed memory on.
 #[derive(Default)]
 pub(super) struct Mappings {
     files: Mutex<HashMap<File, Weak<Segment>>>,
-    /// Device memory, by its description.
+    /// Open segments of device memory, by the description that opens them.
     devices: Mutex<HashMap<Vec<u8>, Weak<Segment>>>,
 }
 
-/// A segment of host memory that a peer has given.
+/// A host memory segment whose descriptor a peer has sent.
 pub(super) enum HostGiven {
-    /// The segment was not mapped when this peer gave it. It stays mapped until the peer says that
-    /// it is freed.
+    /// This peer sent the segment's descriptor first. The segment stays mapped until the peer
+    /// reports that it is freed.
     First(Arc<Segment>),
-    /// Another peer had given the segment before. This entry does not keep it mapped: otherwise two
-    /// processes that have given each other a segment would both wait for the other to release it.
+    /// Another peer had sent the segment's descriptor before. This entry does not keep the segment
+    /// mapped. Otherwise two processes that have given each other a segment would both wait for the
+    /// other to release it.
     Again {
         descriptor: OwnedFd,
         bytes: u64,
@@ -32,16 +33,16 @@ pub(super) enum HostGiven {
     },
 }
 
-/// Device memory of another process that is open here.
+/// A segment of another process's device memory that is open in this process.
 pub(super) struct FoundSegment {
     pub(super) segment: Arc<Segment>,
-    /// True if it was opened just now.
+    /// True if this call opened the segment; false if it was open before.
     pub(super) is_new: bool,
 }
 
 impl Mappings {
-    /// Records a segment of `bytes` bytes that a peer has given. Maps it unless it is mapped. Its
-    /// pages are not [populated](Segment::populate).
+    /// Records a segment of `bytes` bytes whose descriptor a peer has sent, and maps it if it is
+    /// not mapped yet. Does not [populate](Segment::populate) its pages.
     pub(super) fn given(&self, descriptor: OwnedFd, bytes: u64) -> io::Result<HostGiven> {
         let mut mapped = self.files.lock();
         // A mapped segment keeps its file, so its identity is not reused.
@@ -62,8 +63,8 @@ impl Mappings {
         Ok(HostGiven::First(segment))
     }
 
-    /// Returns the device memory with the description `words`. Opens it by `make` unless it is
-    /// open.
+    /// Returns the segment of device memory with the description `words`. If it is not open, opens
+    /// it by calling `make`.
     pub(super) fn opened(
         &self,
         words: &[u8],
@@ -88,7 +89,7 @@ impl Mappings {
 }
 
 impl HostGiven {
-    /// Returns the mapped segment; maps it again if nothing keeps it mapped.
+    /// Returns the mapped segment. Maps it again if it was unmapped meanwhile.
     pub(super) fn segment(&mut self, mappings: &Mappings) -> io::Result<Arc<Segment>> {
         match self {
             Self::First(segment) => Ok(segment.clone()),

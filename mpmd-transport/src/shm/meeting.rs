@@ -29,28 +29,29 @@ use mpmd_handshake::token::random_bytes;
 use mpmd_proto::wire::ProcessId;
 
 const MAGIC: [u8; 8] = *b"MPMDSHM\0";
-/// Limit on the connections within a handshake. With more of them, the oldest is closed.
+/// Limit on the number of connections with an unfinished handshake. Beyond it, the oldest is
+/// closed.
 const MOST_STRANGERS: usize = 1024;
-/// Pause before the next accept after the system has refused one.
+/// Pause after the system has refused to accept a connection, before the next attempt.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
 
-/// Capacity in bytes of a ring of messages; `RETURNS` is that of a ring of returns.
+/// Capacity in bytes of a ring of messages. `RETURNS` is the capacity of a ring of returned loans.
 const MESSAGES: usize = 64 << 10;
 const RETURNS: usize = 16 << 10;
-/// Capacities in bytes of the rings of a pair: messages from the lower and from the higher process,
-/// then returns from both.
+/// Capacities in bytes of the four rings of two processes. First the messages of the process with
+/// the lower id, then those of the other; then the returned loans of both in the same order.
 pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
 
-/// A connected peer.
+/// A peer that this process has connected to.
 pub(super) struct MetPeer {
     pub(super) peer: ShmPeer,
     /// The receiving half of the connection.
     pub(super) inbound: Inbound,
-    /// The peer's ring of returns.
+    /// The ring in which the peer reports returned loans.
     pub(super) returns: Consumer,
 }
 
-/// The memory of this process's doorbell, which all peers map.
+/// This process's doorbell and its memory, which all peers map.
 pub(super) struct OwnDoor {
     memory: Arc<SharedMapping>,
     pub(super) door: Doorbell,
@@ -143,7 +144,7 @@ pub(super) fn meet(
     }
 }
 
-/// This process as the end of handshakes over shared memory.
+/// Returns this process's identity in the handshakes of shared memory connections.
 pub(super) fn party(config: &ShmConfig) -> Party {
     let ShmConfig {
         process,
@@ -155,57 +156,58 @@ pub(super) fn party(config: &ShmConfig) -> Party {
     Party::new((MAGIC, VERSION), *process, peers.len(), *epoch, *token)
 }
 
-/// The progress of a meeting.
+/// The progress of connecting to all peers.
 struct MeetingState {
     /// The connected peers, by process.
     peers: Vec<Option<MetPeer>>,
-    /// Lower processes that this process has called and that have not answered.
+    /// Processes with lower ids that this process has called and that have not completed the
+    /// handshake.
     called: Vec<CalledPeer>,
-    /// Callers that have not proved themselves. Nothing waits for them.
+    /// Callers that have not proved yet that they know the job's token.
     strangers: Vec<PendingHandshake>,
-    /// Limit on `strangers`.
+    /// Limit on the length of `strangers`.
     most_strangers: usize,
-    /// Peers that are gone or do not fit. The others are met all the same: one that waits for the
-    /// rest of a handshake could not know why that does not come.
+    /// Peers that are gone or do not belong to this job. Connecting to the others goes on, so that
+    /// no peer waits for the rest of a handshake without learning why it ended.
     failed: Vec<FailedPeer>,
 }
 
 impl MeetingState {
-    /// Takes the error of the first peer that failed.
+    /// Returns the error of the first peer in `failed`, and removes it.
     fn first_failure(&mut self) -> Option<TransportError> {
         let failed = std::mem::take(&mut self.failed);
         failed.into_iter().next().map(|failed| failed.error)
     }
 }
 
-/// A process that this process has called.
+/// A process with a lower id that this process has called.
 struct CalledPeer {
     peer: ProcessId,
     handshake: PendingHandshake,
 }
 
-/// A peer that cannot be met.
+/// A peer to which this process cannot connect.
 struct FailedPeer {
     peer: ProcessId,
     error: TransportError,
 }
 
-/// One end of a connection within the handshake.
+/// A connection whose handshake has not finished, seen from this process.
 struct PendingHandshake {
     socket: Socket,
     handshake: Handshake,
 }
 
-/// The result of a look at a connection.
+/// The result of reading from a connection during its handshake.
 enum HandshakeStep {
-    /// The handshake goes on.
+    /// The handshake has not finished.
     Nothing(PendingHandshake),
     Met(ProcessId, Box<MetPeer>),
-    /// The connection is closed: it was a stranger's, or of no use.
+    /// The connection was closed: the caller was a stranger, or was connected already.
     End,
 }
 
-/// The fixed values of a meeting.
+/// The values that do not change while this process connects to its peers.
 struct ShmMeeting<'a> {
     own: &'a OwnDoor,
     config: &'a ShmConfig,
@@ -214,7 +216,7 @@ struct ShmMeeting<'a> {
 }
 
 impl ShmMeeting<'_> {
-    /// Connects to all lower processes and says hello to them.
+    /// Connects to all processes with lower ids and sends each the first handshake message.
     fn call_lower(&self) -> Result<Vec<CalledPeer>, TransportError> {
         let lower = (0..)
             .map(ProcessId)
@@ -229,7 +231,7 @@ impl ShmMeeting<'_> {
             .collect()
     }
 
-    /// Returns the processes that are still to be met, as text.
+    /// Returns the processes that are not connected yet, as text.
     fn missing(&self, state: &MeetingState) -> Vec<String> {
         let is_missing = |index: &usize| {
             *index != self.config.process.index()
@@ -246,7 +248,7 @@ impl ShmMeeting<'_> {
             .collect()
     }
 
-    /// Connects to process `peer` and says hello to it.
+    /// Connects to process `peer` and sends the first handshake message.
     fn call(&self, peer: ProcessId, address: &str) -> Result<PendingHandshake, TransportError> {
         let with = |error: io::Error| not_met(peer, "meeting", &error);
         let address: ShmAddress = address
@@ -270,15 +272,15 @@ impl ShmMeeting<'_> {
         Ok(PendingHandshake { socket, handshake })
     }
 
-    /// Accepts all connections that wait. Those of other users are closed at once. If there are
-    /// more than `most_strangers` strangers, the oldest is closed.
+    /// Accepts all waiting connections. Closes connections of other users at once. If more than
+    /// `most_strangers` callers have not proved themselves, closes the oldest.
     ///
-    /// If the system refuses to accept, half of the strangers are closed, and `most_strangers` is
-    /// lowered to the rest: a peer needs descriptors for more than its connection.
+    /// If the system refuses to accept, closes half of these callers and lowers `most_strangers` to
+    /// the number that remains. A peer needs more descriptors than that of its connection.
     ///
     /// # Errors
     ///
-    /// If the system refuses and no stranger is left to close, or gives no random numbers.
+    /// If the system refuses and no such caller is left to close, or if it gives no random numbers.
     fn accept_all(&self, listener: &LocalListener, state: &mut MeetingState) -> io::Result<()> {
         let MeetingState {
             strangers,
@@ -305,7 +307,7 @@ impl ShmMeeting<'_> {
         }
     }
 
-    /// Reads the bytes that all callers and all called processes have sent, and continues their
+    /// Reads the packets that all callers and all called processes have sent, and continues their
     /// handshakes.
     fn hear_all(&self, state: &mut MeetingState) {
         for end in std::mem::take(&mut state.strangers) {
@@ -329,9 +331,9 @@ impl ShmMeeting<'_> {
         }
     }
 
-    /// Reads a packet of a process that has connected, if one has arrived, and replies. A stranger
-    /// is closed. A process that has proved itself is welcomed, if `peers` has none of its number
-    /// yet. An error comes with the process at fault.
+    /// Reads a packet from a caller, if one has arrived, and replies. Closes the connection if the
+    /// caller is a stranger. Once it has proved itself, connects it, unless `peers` already
+    /// contains its process. An error names the process at fault.
     fn hear_caller(
         &self,
         mut end: PendingHandshake,
@@ -372,7 +374,7 @@ impl ShmMeeting<'_> {
             .map_err(|error| FailedPeer { peer, error })
     }
 
-    /// Gives the descriptors to a process that has proved itself, and takes its own.
+    /// Sends this process's descriptors to a caller that has proved itself, and takes the caller's.
     fn welcome(
         &self,
         peer: ProcessId,
@@ -394,8 +396,8 @@ impl ShmMeeting<'_> {
         Ok(HandshakeStep::Met(peer, Box::new(met)))
     }
 
-    /// Reads a packet of `peer`, which this process has connected to, if one has arrived. Replies
-    /// to its answer with this process's proof, and takes the descriptors of its welcome.
+    /// Reads a packet from `peer`, which this process has called, if one has arrived. Replies to
+    /// the peer's answer with this process's proof. Takes the descriptors that the peer then sends.
     fn hear_answerer(
         &self,
         peer: ProcessId,
@@ -436,7 +438,7 @@ impl ShmMeeting<'_> {
     }
 }
 
-/// Returns the descriptors of a packet of `peer`.
+/// Returns the `N` descriptors of a packet from `peer`. Fails if it has another number of them.
 fn descriptors<const N: usize>(
     peer: ProcessId,
     packet: Packet,
@@ -446,7 +448,8 @@ fn descriptors<const N: usize>(
     packet.descriptors.try_into().map_err(wrong)
 }
 
-/// Builds the connection to a peer: its sending and receiving halves.
+/// Builds the connection to a peer from its doorbell, its socket, and the rings of the two
+/// processes.
 fn pair(
     own: ProcessId,
     socket: Socket,
@@ -494,7 +497,7 @@ fn pair(
     })
 }
 
-/// Returns the doorbell in `memory`.
+/// Returns the doorbell that is stored in `memory`.
 fn door(memory: &Arc<SharedMapping>) -> Doorbell {
     let first = memory.at(0, Doorbell::BYTES);
     // SAFETY: `SharedMapping::at` has checked that the bytes are within the mapping, which is for
@@ -503,8 +506,8 @@ fn door(memory: &Arc<SharedMapping>) -> Doorbell {
     unsafe { Doorbell::at(first, memory.clone()) }
 }
 
-/// Returns the error of a failed meeting: [`TransportError::PeerGone`] if the peer is gone, else a
-/// failure of this process's environment.
+/// Returns the error for a peer that could not be connected: [`TransportError::PeerGone`] if the
+/// peer is gone, else a failure of this process's environment.
 fn not_met(peer: ProcessId, doing: &str, error: &io::Error) -> TransportError {
     let why = match error.kind() {
         _ if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => {

@@ -120,7 +120,7 @@ pub use transport::{OpenedShm, Shm};
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
 
-/// The transport's name as the user writes it.
+/// The transport's name in options and environment variables.
 pub const NAME: &str = "shm";
 
 /// The job's configuration for [`OpenedShm::connect`].
@@ -129,13 +129,13 @@ pub struct ShmConfig {
     /// This process's id.
     pub process: ProcessId,
     /// Each process's [`OpenedShm::address`], by process; `None` for processes that this transport
-    /// does not reach. This process's own entry is ignored.
+    /// does not reach. This process's own element is ignored.
     pub peers: Vec<Option<String>>,
-    /// The job's secret. Processes that do not prove to know it are refused.
+    /// The job's secret token. A process that cannot prove that it knows the token is refused.
     pub token: [u8; 32],
-    /// The incarnation of the job, the same on every process.
+    /// The epoch of the job: the number of the incarnation, the same on every process.
     pub epoch: u64,
-    /// The peer timeout: the time for all peers together to connect.
+    /// Time limit for connecting to all peers together.
     pub peer_timeout: Duration,
 }
 

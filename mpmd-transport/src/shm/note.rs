@@ -2,32 +2,33 @@
 
 use mpmd_proto::wire::ProcessId;
 
-/// Record kinds of a ring of returns. They differ from those of a ring of messages.
+/// Kinds of the records in a return ring. They differ from the record kinds of a ring of messages.
 pub(super) const RETURNED: u32 = 5;
 pub(super) const PASSED_ON: u32 = 6;
 pub(super) const CLOSED: u32 = 9;
 pub(super) const LAST: u32 = 10;
 
-/// The most words of 8 bytes in a note.
+/// Largest number of 8-byte words in a note.
 const MOST_WORDS: usize = 6;
 
-/// Identifies one of the loans to a borrower.
+/// Identifies one of the loans to a given borrower.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) struct LoanId {
-    /// The process that sent the borrower the memory: the owner, or another borrower.
+    /// The process that lent the memory to the borrower: the owner, or a process that borrowed it
+    /// before.
     pub(super) lender: ProcessId,
-    /// The number that the lender has chosen. It is never reused for the same borrower.
+    /// The number that the lender chose. It is never reused for the same borrower.
     pub(super) number: u64,
 }
 
-/// One record of a borrower for the owner.
+/// A record by which a borrower informs the owner of borrowed memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum ReturnNote {
-    /// The borrower does not read the memory any more. It has posted `to_owner` messages to the
-    /// owner with parts of the memory.
+    /// The borrower no longer reads the memory. It has posted `to_owner` messages to the owner that
+    /// contained parts of the memory.
     Returned { loan: LoanId, to_owner: u64 },
-    /// The borrower re-lends the part at `offset` of the segment to process `to`, with the loan
-    /// number `number`.
+    /// The borrower lends a part of the memory to the process `to`, as its loan `number`. The part
+    /// is at `offset` in the segment and has `bytes` bytes.
     PassedOn {
         loan: LoanId,
         to: ProcessId,
@@ -35,17 +36,18 @@ pub(super) enum ReturnNote {
         offset: u64,
         bytes: u64,
     },
-    /// No more loans of `lender` reach the borrower. Those with higher numbers were lost.
+    /// This loan was the last that reached the borrower from its lender. Loans with higher numbers
+    /// are lost.
     Last(LoanId),
-    /// The borrower has closed a freed device segment.
+    /// The borrower has closed the device segment with this number, which the owner has freed.
     Closed(u32),
 }
 
-/// A note as the words of a record.
+/// A note encoded as the words of a ring record.
 struct EncodedNote {
     kind: u32,
     words: [u64; MOST_WORDS],
-    /// Number of the words that the note takes.
+    /// Number of words at the start of `words` that the note uses.
     used: usize,
 }
 
@@ -85,7 +87,7 @@ impl ReturnNote {
         push(kind, bytes[..used].as_flattened())
     }
 
-    /// Decodes a record. Returns `None` for any other record.
+    /// Decodes a record of a return ring. Returns `None` if it is not a valid note.
     pub(super) fn read(kind: u32, bytes: &[u8]) -> Option<Self> {
         let (chunks, []) = bytes.as_chunks::<8>() else {
             return None;

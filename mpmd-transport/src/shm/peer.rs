@@ -21,83 +21,84 @@ use crate::transport::TransportError;
 use mpmd_memory::{Landing, MOST_WORDS, Segment};
 use mpmd_proto::wire::ProcessId;
 
-/// First bytes of a packet that gives a segment: this, the segment's number and its length, with
-/// the descriptor.
+/// Prefix of a packet that gives the peer a host memory segment. The segment's number and its
+/// length follow; the packet carries its descriptor.
 const GIVE: [u8; 4] = *b"GIVE";
 const GIVE_BYTES: usize = 16;
-/// First bytes of a packet that gives a segment of device memory. This is followed by the segment's
-/// number, its length, the id of the owner process, and the description that opens it. No
-/// descriptor.
+/// Prefix of a packet that gives the peer a segment of device memory. The segment's number, its
+/// length, the id of the owner process, and the description that opens it follow. The packet
+/// carries no descriptor.
 const GIVE_DEVICE: [u8; 4] = *b"GIVD";
 const GIVE_DEVICE_BYTES: usize = 20;
 
-/// Limits on the segments that a peer was announced and has not read from, in number and in bytes:
-/// each takes it a descriptor and page tables.
+/// Limits on the segments announced to a peer that no message has used yet, in number and in bytes.
+/// Each costs the peer a descriptor and page tables.
 const MOST_ANNOUNCED: usize = 32;
 const MOST_ANNOUNCED_BYTES: usize = 1 << 30;
 
-/// A peer, with the state that all threads use.
+/// A connected peer: the part of its state that all threads use.
 pub(super) struct ShmPeer {
     pub(super) outbound: Mutex<Outbound>,
-    /// The way back for memory that the peer owns.
+    /// The ring through which this process returns memory that it has borrowed from the peer.
     pub(super) returns: Arc<ReturnPath>,
     pub(super) door: Doorbell,
     pub(super) socket: Socket,
-    /// The peer's pidfd, which shows when its process has exited.
+    /// The peer's pidfd, which becomes readable when the peer's process exits.
     pub(super) exit: OwnedFd,
     /// This process's id.
     pub(super) own: ProcessId,
-    /// True if records wait in the outbox for room in the ring or the socket.
+    /// True if records in the outbox wait for space in the ring or the socket.
     pub(super) is_waiting: AtomicBool,
-    /// True if both processes lend each other device memory.
+    /// True if the two processes lend each other device memory.
     pub(super) shares_devices: AtomicBool,
-    /// True once this process has sent the peer a payload.
+    /// True once this process has sent the peer at least one payload.
     pub(super) gets_payloads: AtomicBool,
 }
 
 /// The sending half of the connection to a peer.
 pub(super) struct Outbound {
     ring: Producer,
-    /// Records that the ring had no room for, in order.
+    /// Records that could not be sent at once, in the order in which they were posted.
     outbox: VecDeque<LateRecord>,
-    /// Numbers of segments that the peer has the descriptors of.
+    /// Numbers of the segments that the peer was given.
     given: HashSet<u32>,
-    /// Segments that were announced and not lent from yet: their sizes in bytes, by number.
+    /// Sizes in bytes of the segments that were announced and that no message has used yet, by
+    /// number.
     announced: HashMap<u32, usize>,
     /// The number of the next loan to the peer. Loans are sent in the order of their numbers.
     pub(super) next_loan: u64,
-    /// The obstacle that keeps the first record in the outbox.
+    /// The reason why the first record in the outbox cannot be sent yet.
     obstacle: Option<Obstacle>,
-    /// The reason why nothing more is sent; `None` while records can be sent.
+    /// The reason why nothing can be sent any more; `None` while the connection is open.
     pub(super) closed: Option<TransportError>,
 }
 
 /// The reason why a record cannot be sent now.
 #[derive(Clone, Copy)]
 enum Obstacle {
-    /// The ring is full.
+    /// The ring has no space.
     Ring,
-    /// The socket does not take the descriptor of the record's segment now.
+    /// The socket has no space for the packet that gives the record's segment.
     Socket,
 }
 
-/// A record that waits for room.
+/// A record that waits in the outbox.
 struct LateRecord {
     kind: u32,
     bytes: Vec<u8>,
     segment: Option<NumberedSegment>,
 }
 
-/// A segment that a record names.
+/// A segment that a record refers to.
 #[derive(Clone)]
 pub(super) struct NumberedSegment {
-    /// The number under which the peer is given the segment.
+    /// The number that identifies the segment to the peer.
     pub(super) number: u32,
     pub(super) segment: Arc<Segment>,
 }
 
 impl Outbound {
-    /// Creates the sending half over `ring`.
+    /// Creates the sending half, which pushes records into `ring`.
     pub(super) fn new(ring: Producer) -> Self {
         Self {
             ring,
@@ -112,24 +113,24 @@ impl Outbound {
 }
 
 impl ShmPeer {
-    /// Records that both processes can lend each other device memory.
+    /// Records that the two processes lend each other device memory.
     pub(super) fn share_devices(&self) {
         self.shares_devices.store(true, Ordering::Release);
     }
 
-    /// Returns true if both processes lend each other device memory.
+    /// Returns true if the two processes lend each other device memory.
     pub(super) fn shares_devices(&self) -> bool {
         self.shares_devices.load(Ordering::Acquire)
     }
 
-    /// Locks the sending half. Fails if nothing more is sent.
+    /// Locks the sending half of the connection. Fails if the connection is closed.
     pub(super) fn open(&self) -> Result<MutexGuard<'_, Outbound>, TransportError> {
         let out = self.outbound.lock();
         out.closed.clone().map_or(Ok(out), Err)
     }
 
-    /// Sends a record, or keeps it until there is room. Never blocks. If the record names a
-    /// segment, the peer is given the segment first.
+    /// Sends a record, or keeps it in the outbox until the ring has space. Never blocks. If the
+    /// record refers to a segment, the peer is given the segment first.
     pub(super) fn send(
         &self,
         out: &mut Outbound,
@@ -156,8 +157,8 @@ impl ShmPeer {
         self.is_waiting.store(true, Ordering::Release);
     }
 
-    /// Announces a new segment to the peer, which can then map it before a message lends memory in
-    /// it. Does nothing if that would have to wait, or if the peer has enough of such segments.
+    /// Announces a new segment, so that the peer can map it before a message lends memory in it.
+    /// Does nothing if it would have to wait, or if the peer has enough announced segments.
     pub(super) fn announce(&self, segment: &NumberedSegment) {
         let Some(mut out) = self.outbound.try_lock() else {
             return;
@@ -189,7 +190,7 @@ impl ShmPeer {
         }
     }
 
-    /// Sends records that were kept. Returns true if at least one was sent.
+    /// Sends records from the outbox. Returns true if at least one was sent.
     pub(super) fn flush(&self) -> bool {
         if !self.is_waiting.load(Ordering::Acquire) {
             return false;
@@ -221,7 +222,7 @@ impl ShmPeer {
         any
     }
 
-    /// Sends a record and returns `None`, or returns the obstacle.
+    /// Sends a record and returns `None`. If it cannot be sent now, returns the reason.
     fn try_send(
         &self,
         ring: &mut Producer,
@@ -244,8 +245,8 @@ impl ShmPeer {
         None
     }
 
-    /// Returns true if kept records must go on waiting. Then the peer rings when the ring has room;
-    /// the socket is retried regularly.
+    /// Returns true if the outbox must go on waiting. If it waits for the ring, the peer then rings
+    /// this process's doorbell when the ring has space. A full socket is retried regularly.
     pub(super) fn waits_for_room(&self) -> bool {
         if !self.is_waiting.load(Ordering::Acquire) {
             return false;
@@ -257,7 +258,7 @@ impl ShmPeer {
         }
     }
 
-    /// Stops sending and drops the records that were kept.
+    /// Closes the sending half, for the reason `why`, and drops the records in the outbox.
     pub(super) fn close(&self, why: &TransportError) {
         let mut out = self.outbound.lock();
         out.closed.get_or_insert_with(|| why.clone());
@@ -265,8 +266,8 @@ impl ShmPeer {
         self.is_waiting.store(false, Ordering::Release);
     }
 
-    /// Sends the peer the descriptor of a segment, unless `given` has it already. Returns false if
-    /// the socket has no room now.
+    /// Gives the peer a segment through the socket, unless `given` contains it. Returns false if
+    /// the socket has no space now.
     fn give(&self, given: &mut HashSet<u32>, segment: &NumberedSegment) -> bool {
         let NumberedSegment { number, segment } = segment;
         if given.contains(number) {
@@ -305,7 +306,8 @@ impl ShmPeer {
 }
 
 impl Outbound {
-    /// Forgets freed segments, by their numbers. Returns the numbers of those that the peer knows.
+    /// Removes freed segments, by their numbers. Returns the numbers of those that the peer was
+    /// given.
     pub(super) fn retire(&mut self, numbers: &[u32]) -> Vec<u32> {
         self.announced.retain(|number, _| !numbers.contains(number));
         numbers
@@ -316,30 +318,30 @@ impl Outbound {
     }
 }
 
-/// The receiving half of the connection to a peer, for the thread that looks.
+/// The receiving half of the connection to a peer. Only the thread that reads the rings uses it.
 pub(super) struct Inbound {
     pub(super) ring: Consumer,
     segments: HashMap<u32, GivenSegment>,
-    /// Loans of device memory that is not written yet, by number. The value is `None` if no buffer
-    /// here waits for the loan.
+    /// Loans of device memory that has not been written yet, by loan number. The value is `None` if
+    /// no buffer in this process waits for the loan.
     landing: HashMap<u64, Option<Arc<Landing>>>,
     /// The number of the last loan that was borrowed from the peer; 0 if there was none.
     pub(super) last_loan: u64,
-    /// True once nothing more is received.
+    /// True once no more records are read from the peer.
     pub(super) has_ended: bool,
 }
 
-/// A segment that the peer has given.
+/// A segment that the peer has given this process.
 enum GivenSegment {
     Host(HostGiven),
     Device(DeviceGiven),
 }
 
-/// The reason why a segment cannot be used.
+/// The reason why a segment that a record refers to cannot be used.
 pub(super) enum NoSegment {
-    /// The peer's packet was invalid, or this process lacks resources (the error says which).
+    /// The peer sent an invalid packet, or this process lacks resources; the error tells which.
     Fault(io::Error),
-    /// The segment is device memory that cannot be opened.
+    /// The segment is device memory that cannot be opened, with the reason.
     Closed(DeviceSegmentError),
 }
 
@@ -381,7 +383,7 @@ impl Inbound {
     }
 
     /// Maps the segment `number`, which the peer has announced and must have given before. Returns
-    /// it if it was not known, and should be [populated](Segment::populate).
+    /// the segment if it is new here and should be [populated](Segment::populate).
     pub(super) fn hear_of(
         &mut self,
         number: u32,
@@ -405,8 +407,9 @@ impl Inbound {
         }
     }
 
-    /// Receives one given segment from the peer's socket, any segment, while looking for the
-    /// segment `wanted`. Populates it if it `is_needed` now. Fails if no packet is there.
+    /// Receives the next packet that gives a segment from the peer's socket, while searching for
+    /// the segment `wanted`. Populates the segment if `is_needed` is true. Fails if no packet has
+    /// arrived.
     fn hear_of_one(
         &mut self,
         wanted: u32,
@@ -455,7 +458,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// Handles a packet that gives a segment of device memory.
+    /// Handles a packet in which the peer gives this process a segment of device memory.
     fn hear_of_device(&mut self, packet: &[u8], peer: &ShmPeer) -> io::Result<()> {
         let Some((fields, words)) = packet.split_first_chunk::<GIVE_DEVICE_BYTES>() else {
             return Err(io::Error::other(
@@ -491,18 +494,18 @@ impl Inbound {
         Ok(())
     }
 
-    /// Returns true if loan `loan` has not been written yet.
+    /// Returns true if loan `loan` is of device memory that has not been written yet.
     pub(super) fn is_landing(&self, loan: u64) -> bool {
         self.landing.contains_key(&loan)
     }
 
-    /// Records a loan that is not written yet, and its fence.
+    /// Records a loan of device memory that is not written yet, with the fence that waits for it.
     pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<Landing>>) {
         self.landing.insert(loan, arriving);
     }
 
-    /// Handles the news that a loan is written, or has failed. Returns false if it was not
-    /// expected.
+    /// Handles the peer's report that a loan's memory is written, or that the write failed. Returns
+    /// false if no such report was expected.
     pub(super) fn land(&mut self, loan: u64, failure: Option<String>) -> bool {
         let Some(arriving) = self.landing.remove(&loan) else {
             return false;
@@ -513,8 +516,8 @@ impl Inbound {
         true
     }
 
-    /// Ends receiving and forgets the peer's segments; borrowed memory stays until it is given
-    /// back. Returns the fences of loans that will never be written.
+    /// Stops receiving, and drops the peer's segments. Borrowed memory stays mapped until it is
+    /// returned. Returns the fences of loans that will never be written.
     pub(super) fn end(&mut self) -> Vec<Arc<Landing>> {
         self.has_ended = true;
         self.segments.clear();
@@ -524,8 +527,8 @@ impl Inbound {
             .collect()
     }
 
-    /// Forgets the segments `numbers`, which the peer has freed. Borrowed memory stays until it is
-    /// given back.
+    /// Drops the segments `numbers`, which the peer has freed. Borrowed memory stays mapped until
+    /// it is returned.
     pub(super) fn retire(&mut self, numbers: &[u32], peer: &ShmPeer) {
         for number in numbers {
             if let Some(GivenSegment::Device(given)) = self.segments.remove(number) {

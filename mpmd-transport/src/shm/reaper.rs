@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Runs jobs in order, on a thread that starts with the first job and ends when this is dropped and
-/// all jobs are done. Nothing joins that thread.
+/// Runs jobs in order on a background thread. The thread starts with the first job. It ends when
+/// the reaper is dropped and all jobs are done; nothing joins it.
 #[derive(Default)]
 pub(super) struct Reaper(Mutex<Option<Sender<Job>>>);
 
@@ -23,7 +23,7 @@ impl Reaper {
         Arc::default()
     }
 
-    /// Queues `job` for the thread, or runs it here if the thread cannot be started.
+    /// Queues `job` for the background thread, or runs it at once if the thread cannot be started.
     pub(super) fn later(&self, job: impl FnOnce() + Send + 'static) {
         let mut queue = self.0.lock();
         if queue.is_none() {
@@ -46,7 +46,7 @@ impl Reaper {
         }
     }
 
-    /// Blocks until all jobs queued so far are done, at most `most`.
+    /// Blocks until all jobs queued so far are done, but not longer than `most`.
     pub(super) fn settle(&self, most: Duration) {
         if self.0.lock().is_none() {
             return;

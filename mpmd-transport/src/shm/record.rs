@@ -7,66 +7,68 @@ use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind, WireError};
 
 /// Record kind: a message with its payload after the header.
 pub(super) const INLINE: u32 = 1;
-/// Record kind: a message with a payload on loan: the sender's memory, or a third process's that
-/// the sender has borrowed. The header, then a [`LoanRecord`].
+/// Record kind: a message with a lent payload. The payload is the sender's memory, or memory of
+/// another process that the sender has borrowed. Contains the header, then a [`LoanRecord`].
 pub(super) const LENT: u32 = 2;
-/// Record kind: numbers of freed segments, four bytes each.
+/// Record kind: segments that the sender has freed. Contains their numbers, four bytes each.
 pub(super) const RETIRED: u32 = 3;
-/// Record kind: the sender's last record.
+/// Record kind: a goodbye. It is the last record that the sender writes.
 pub(super) const GOODBYE: u32 = 4;
-/// Record kind: a loan of device memory is known to be valid, or not. Eight bytes of its number; if
-/// it is not, the reason follows.
+/// Record kind: the memory of a device loan has been written, or the write has failed. Contains the
+/// loan's number (eight bytes); after a failure, the reason follows.
 pub(super) const LANDED: u32 = 7;
-/// Record kind: a message with an unavailable payload. The header, then the reason.
+/// Record kind: a message whose payload could not be produced. Contains the header, then the
+/// reason.
 pub(super) const BROKEN: u32 = 8;
-/// Record kind: a message with a payload in the receiver's own memory, which is on loan to the
-/// sender. The header, then a [`ToOwner`].
+/// Record kind: a message whose payload is the receiver's own memory, which the sender has
+/// borrowed. Contains the header, then a [`ToOwner`].
 pub(super) const TO_OWNER: u32 = 11;
 
-/// Record kind: the number of a new segment, four bytes. A later message may lend memory in it.
+/// Record kind: a new segment in which later messages may lend memory. Contains its number (four
+/// bytes).
 pub(super) const ANNOUNCED: u32 = 12;
 
-/// Payloads up to this many bytes are sent with their header: copying them costs less than lending
-/// them.
+/// Largest payload, in bytes, that is copied into the ring after its header. Copying it costs less
+/// than lending it.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
 
-/// Set in [`LoanRecord::flags`] if the lender's memory is limited: the borrower copies the bytes
-/// and gives the loan back, and the lender waits for that.
+/// Flag in [`LoanRecord::flags`]: the lender's memory is limited. The borrower copies the bytes and
+/// returns the loan, and the lender waits for that.
 pub(super) const COPY: u32 = 1;
-/// Set in [`LoanRecord::flags`] if device memory is lent before it is known to be valid. [`LANDED`]
-/// is sent later.
+/// Flag in [`LoanRecord::flags`]: the device memory is not written yet. A [`LANDED`] record follows
+/// later.
 pub(super) const LATER: u32 = 2;
 
-/// A loan of the sender's memory, or of another owner's.
+/// The description of a lent payload, which is the sender's memory or memory that it has borrowed.
 #[derive(
     Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned,
 )]
 #[repr(C)]
 pub(super) struct LoanRecord {
-    /// The loan's number, which the sender has chosen and never reuses. The loan is given back to
-    /// the owner by the sender and this number.
+    /// The loan's number, which the sender chose and never reuses. The sender's id and this number
+    /// identify the loan when it is returned to the owner.
     pub(super) loan: U64,
     pub(super) offset: U64,
     pub(super) bytes: U64,
-    /// The segment, by the number under which the sender has given it.
+    /// The number of the segment that contains the memory, as the sender has given it.
     pub(super) segment: U32,
     pub(super) flags: U32,
-    /// The process that owns the memory.
+    /// The id of the process that owns the memory.
     pub(super) owner: U32,
 }
 
-/// A part of the receiver's own memory, which is on loan to the sender.
+/// The description of a payload that is the receiver's own memory, which the sender has borrowed.
 #[derive(
     Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned,
 )]
 #[repr(C)]
 pub(super) struct ToOwner {
-    /// The number of the sender's loan.
+    /// The number of the loan by which the sender borrowed the memory.
     pub(super) loan: U64,
-    /// Offset in bytes within the segment that has the memory.
+    /// Offset of the payload in bytes within its segment.
     pub(super) offset: U64,
     pub(super) bytes: U64,
-    /// The process that lent the memory to the sender.
+    /// The id of the process that lent the memory to the sender of the record.
     pub(super) lender: U32,
 }
 
@@ -75,22 +77,22 @@ pub(super) struct ToOwner {
 pub(super) enum MessageRecord<'a> {
     /// A message with its payload.
     Inline(Header, &'a [u8]),
-    /// A message with a payload on loan.
+    /// A message with a lent payload.
     Lent(Header, LoanRecord),
-    /// A message with a payload in the receiver's own memory.
+    /// A message whose payload is the receiver's own memory.
     ToOwner(Header, ToOwner),
-    /// Numbers of freed segments.
+    /// Numbers of segments that the sender has freed.
     Retired(Vec<u32>),
-    /// The number of a new segment.
+    /// Number of a new segment in which later messages may lend memory.
     Announced(u32),
-    /// The number of a loan, and the reason if the work that fills it failed.
+    /// Number of a device loan whose memory was written; with the reason if the write failed.
     Landed(u64, Option<String>),
-    /// A message with an unavailable payload, and the reason.
+    /// A message whose payload could not be produced, with the reason.
     Broken(Header, String),
     Goodbye,
 }
 
-/// The fault of a malformed record. Always the peer's.
+/// The fault of a malformed record. The peer that wrote the record is at fault.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum RecordError {
     #[error("a record of {bytes} bytes")]
@@ -105,13 +107,13 @@ pub(super) enum RecordError {
     PartLength { bytes: usize },
     #[error("a loan named in {bytes} bytes")]
     LoanNumber { bytes: usize },
-    /// A message without a payload has a loan.
+    /// A message of a kind without payload has a lent payload.
     #[error("a message of kind {kind:?} with a loan")]
     LendingKind { kind: MessageKind },
-    /// A message without pieces has an unavailable payload.
+    /// A message of a kind without pieces reports a payload that could not be produced.
     #[error("a message of kind {kind:?} that cannot be had")]
     BrokenKind { kind: MessageKind },
-    /// The kind is unknown, or its records have another length.
+    /// The record kind is unknown, or records of this kind have another length.
     #[error("a record of kind {kind} with {bytes} bytes")]
     UnknownKind { kind: u32, bytes: usize },
 }
@@ -193,7 +195,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, RecordE
     }
 }
 
-/// Checks the kind of a message with a payload that is not in its record.
+/// Checks that messages of this kind may have a lent payload.
 fn check_lending_kind(header: &Header) -> Result<(), RecordError> {
     if header.kind.carries_payload() {
         Ok(())

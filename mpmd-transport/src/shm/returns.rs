@@ -13,19 +13,20 @@ use super::note::{LoanId, ReturnNote};
 use super::ring::Producer;
 use mpmd_proto::wire::ProcessId;
 
-/// The way back for the loans of one peer's memory. Outlives the transport, as arrays do.
+/// Returns borrowed memory to one peer, its owner. It outlives the transport if arrays still use
+/// borrowed memory.
 pub(super) struct ReturnPath {
     state: Mutex<ReturnRing>,
     /// The peer's doorbell.
     door: Doorbell,
-    /// Bytes of the peer's memory that are held here.
+    /// Number of bytes that this process has borrowed from the peer.
     pub(super) borrowed: AtomicU64,
 }
 
-/// A ring of returns, with the notes that wait for room in it.
+/// A ring of notes about returned loans, with the notes that wait for space in the ring.
 struct ReturnRing {
     ring: Producer,
-    /// Notes for which the ring had no room, oldest first.
+    /// Notes that wait for space in the ring, oldest first.
     late: VecDeque<ReturnNote>,
 }
 
@@ -42,25 +43,25 @@ impl ReturnPath {
         })
     }
 
-    /// Gives a loan back, of which parts were posted to the owner in `to_owner` messages. Rings the
-    /// owner only if it waits for this loan, or if the ring fills up; otherwise the owner looks
-    /// when it needs memory.
+    /// Returns a loan to its owner. `to_owner` is the number of messages in which parts of it were
+    /// posted to the owner. Rings the owner's doorbell only if it waits for this loan, or if the
+    /// ring fills up. Otherwise the owner reads the ring when it needs memory.
     pub(super) fn give_back(&self, loan: LoanId, to_owner: u64, is_awaited: bool) {
         self.say(ReturnNote::Returned { loan, to_owner }, is_awaited);
     }
 
-    /// Tells the peer that a device segment which it has freed is closed here.
+    /// Tells the peer that this process has closed a device segment that the peer has freed.
     pub(super) fn say_closed(&self, segment: u32) {
         self.say(ReturnNote::Closed(segment), false);
     }
 
-    /// Tells the owner the last loan that has come from a process that sends no more.
+    /// Tells the owner that `loan` was the last loan from its lender, which lends no more.
     pub(super) fn say_last(&self, loan: LoanId) {
         self.say(ReturnNote::Last(loan), false);
     }
 
-    /// Tells the owner that a part of a loan is re-lent to process `to`, as loan `number`. Returns
-    /// false if there is no room for the note now: then the part must not be re-lent.
+    /// Tells the owner that a part of a loan will be lent to the process `to`, as loan `number`.
+    /// Returns false if the ring has no space for the note now. Then the part must not be lent.
     pub(super) fn pass_on(
         &self,
         loan: LoanId,
@@ -83,7 +84,8 @@ impl ReturnPath {
         has_room
     }
 
-    /// Sends the notes that there was no room for before, and rings the peer if any was sent.
+    /// Pushes waiting notes into the ring, and rings the peer's doorbell if at least one was
+    /// pushed.
     pub(super) fn flush(&self) {
         let mut state = self.state.lock();
         // The owner may be waiting for one of them.
@@ -98,7 +100,7 @@ impl ReturnPath {
         self.unlock(state, is_awaited);
     }
 
-    /// Releases the lock and rings the owner, if it waits or if it should make room.
+    /// Releases the lock. Rings the owner's doorbell if it waits or if the ring fills up.
     fn unlock(&self, mut state: parking_lot::MutexGuard<'_, ReturnRing>, is_awaited: bool) {
         let is_filling = state.ring.is_half_full();
         drop(state);
@@ -107,14 +109,14 @@ impl ReturnPath {
         }
     }
 
-    /// Returns the number of bytes of the peer's memory that are held here.
+    /// Returns the number of bytes that this process has borrowed from the peer.
     pub(super) fn borrowed(&self) -> u64 {
         self.borrowed.load(Ordering::Relaxed)
     }
 }
 
 impl ReturnRing {
-    /// Pushes the late notes into the ring while there is room. Returns true if at least one was
+    /// Pushes waiting notes into the ring while it has space. Returns true if at least one was
     /// pushed.
     fn flush(&mut self) -> bool {
         let mut any = false;

@@ -25,43 +25,45 @@ use super::sync::{AtomicU64, Ordering, fence};
 
 /// Alignment of records in bytes: a cache line.
 const LINE_BYTES: usize = 64;
-/// Bytes before the payload of a record.
+/// Length in bytes of the prefix of a record, before its payload.
 const PREFIX_BYTES: usize = 8;
-/// Bytes before the records.
+/// Length in bytes of the ring's counters, before its records.
 const HEADER_BYTES: usize = 3 * LINE_BYTES;
 const WORD_BYTES: usize = size_of::<u64>();
-/// The kind of a record that only fills space.
+/// The kind of a record that only fills the space at the end of the ring.
 const PADDING: u32 = u32::MAX;
 
 /// Index of the word that counts pushed bytes. All indices are in words of 8 bytes.
 const TAIL: usize = 0;
 /// Index of the word that counts popped bytes.
 const HEAD: usize = LINE_BYTES / WORD_BYTES;
-/// Index of the word that is set while the producer waits for room.
+/// Index of the word that is set while the producer waits for free space.
 const WANTED: usize = 2 * LINE_BYTES / WORD_BYTES;
 
-/// The memory of a ring. Each of its two ends is created once, in one process or in two.
+/// The memory of a ring, which has one producer and one consumer. Each of the two is created once,
+/// in the same process or in another.
 pub(super) struct Ring {
     words: SharedWords<AtomicU64>,
     capacity: usize,
 }
 
 impl Ring {
-    /// Returns the bytes of memory that a ring with `capacity` bytes of records takes.
+    /// Returns the number of bytes of memory for a ring whose records take `capacity` bytes.
     pub(super) const fn bytes(capacity: usize) -> usize {
         HEADER_BYTES + capacity
     }
 
-    /// Returns the largest payload of a record, in bytes.
+    /// Returns the largest payload, in bytes, that a record of a ring of this capacity may have.
     pub(super) const fn largest(capacity: usize) -> usize {
         capacity / 4 - PREFIX_BYTES
     }
 
-    /// Wraps the [`bytes`](Self::bytes) bytes at `first`, which are zero before either end is used.
+    /// Wraps the [`bytes`](Self::bytes) bytes at `first`. They must be zero before the producer or
+    /// the consumer is used.
     ///
     /// # Safety
     ///
-    /// Those bytes must be mapped for reading and writing until `keep` is dropped. Until then, all
+    /// These bytes must be mapped for reading and writing until `keep` is dropped. Until then, all
     /// processes must access them only by atomic operations on whole aligned words of 8 bytes.
     ///
     /// # Panics
@@ -80,7 +82,7 @@ impl Ring {
         )
     }
 
-    /// Creates a ring in memory of its own.
+    /// Creates a ring in private memory.
     ///
     /// # Panics
     ///
@@ -101,7 +103,7 @@ impl Ring {
         Self { words, capacity }
     }
 
-    /// Returns the end that pushes. Nothing must have been pushed before.
+    /// Returns the producer of a ring into which nothing was pushed yet.
     pub(super) fn producer(&self) -> Producer {
         Producer {
             words: self.words.clone(),
@@ -112,7 +114,7 @@ impl Ring {
         }
     }
 
-    /// Returns the end that pops. Nothing must have been popped before.
+    /// Returns the consumer of a ring from which nothing was popped yet.
     pub(super) fn consumer(&self) -> Consumer {
         Consumer {
             words: self.words.clone(),
@@ -123,32 +125,31 @@ impl Ring {
         }
     }
 
-    /// Returns the memory itself, for tests that write invalid values.
+    /// Returns the ring's words, for tests that write invalid values into them.
     #[cfg(test)]
     pub(super) fn words(&self) -> &[AtomicU64] {
         &self.words
     }
 }
 
-/// The end that pushes.
+/// The end of a ring that pushes records.
 pub(super) struct Producer {
     words: SharedWords<AtomicU64>,
     capacity: usize,
-    /// Bytes pushed since the start.
+    /// Number of bytes pushed since the start.
     tail: u64,
-    /// Bytes popped since the start, when last read.
+    /// Number of bytes that the consumer had popped when its counter was last read.
     head: u64,
-    /// Bytes that the last record needed, if it was refused for lack of room; else 0.
+    /// Size in bytes of the last record, if the ring had no space for it; else 0.
     refused: usize,
 }
 
 impl Producer {
-    /// Pushes a record of the concatenated parts. Returns false, and writes nothing, if there is no
-    /// room. The caller decides whether to ring the consumer's
+    /// Pushes a record whose payload is the concatenation of `parts`. Returns false, and writes
+    /// nothing, if the ring has no space. The caller decides whether to ring the consumer's
     /// [doorbell](super::doorbell::Doorbell::ring).
     ///
-    /// If the consumer writes invalid counts, it counts as having popped nothing: the ring stays
-    /// full.
+    /// An invalid counter written by the consumer is ignored: the ring then stays full.
     ///
     /// # Panics
     ///
@@ -190,14 +191,14 @@ impl Producer {
     }
 
     /// Returns the number of free bytes. A record takes its payload plus 8 bytes, rounded up to 64.
-    /// At the end of the memory it may take up to as much again.
+    /// A record that does not fit before the end of the ring may take up to twice that.
     #[cfg(test)]
     pub(super) fn free(&mut self) -> usize {
         self.look();
         self.capacity - self.used()
     }
 
-    /// Returns true if the consumer has left half of the ring or more unread, as far as known here.
+    /// Returns true if at least half of the ring is unread, by the consumer's counter as last read.
     pub(super) fn is_half_full(&mut self) -> bool {
         // The consumer's count is read again only if the known one is not enough.
         let half = self.capacity / 2;
@@ -207,12 +208,12 @@ impl Producer {
         }
     }
 
-    /// Announces that the producer waits for room, then checks again. Returns true if it must wait:
-    /// there is no room for the record refused last, and a consumer that makes room finds [it
-    /// wanted](Consumer::take_wanted). Returns false if there is room, or if the last record was
-    /// not refused.
+    /// Announces that the producer waits for free space, then checks again. Returns true if it must
+    /// wait: the last record still does not fit. The consumer learns from
+    /// [`take_wanted`](Consumer::take_wanted) that it must ring when it frees space. Returns false
+    /// if there is space, or if the last record was pushed.
     ///
-    /// If a record waits for room, this must be part of every last look before the process sleeps.
+    /// While a record waits for space, a process must call this in its last check before it sleeps.
     pub(super) fn wants_room(&mut self) -> bool {
         self.words[WANTED].store(1, Ordering::Relaxed);
         // Either the consumer, which pops and then reads this word, sees it, or this sees the room
@@ -237,7 +238,7 @@ impl Producer {
         self.tail.wrapping_sub(self.head) as usize
     }
 
-    /// Reads the consumer's count, and keeps it if it is valid.
+    /// Reads the consumer's counter, and stores it if it is valid.
     fn look(&mut self) {
         let head = self.words[HEAD].load(Ordering::Acquire);
         let popped = head.wrapping_sub(self.head);
@@ -247,27 +248,27 @@ impl Producer {
     }
 }
 
-/// The end that pops.
+/// The end of a ring that pops records.
 pub(super) struct Consumer {
     words: SharedWords<AtomicU64>,
     capacity: usize,
-    /// Bytes popped since the start.
+    /// Number of bytes popped since the start.
     head: u64,
-    /// Bytes pushed since the start, when last read.
+    /// Number of bytes that the producer had pushed when its counter was last read.
     tail: u64,
-    /// Private copy of the last record.
+    /// Private copy of the payload of the last record.
     copy: Vec<u64>,
 }
 
 impl Consumer {
-    /// Takes the next record out and passes its kind and payload to `f`. Returns `None` if the ring
-    /// is empty. The payload is a copy, aligned to 8 bytes. The record's room is free before `f` is
-    /// called.
+    /// Pops the next record and passes its kind and payload to `f`. Returns `None` if the ring is
+    /// empty. The payload is a copy, aligned to 8 bytes. The record's space in the ring is freed
+    /// before `f` is called.
     ///
     /// # Errors
     ///
-    /// If the memory does not have the form that a producer gives it. Then nothing is popped, and
-    /// the ring cannot be used any more.
+    /// If the ring's memory contains values that no valid producer writes. Then nothing is popped,
+    /// and the ring cannot be used any more.
     pub(super) fn pop<R>(&mut self, f: impl FnOnce(u32, &[u8]) -> R) -> Result<Option<R>, Corrupt> {
         if self.head == self.tail {
             let tail = self.words[TAIL].load(Ordering::Acquire);
@@ -332,13 +333,13 @@ impl Consumer {
         Ok(Some(f(kind, &self.copy.as_bytes()[..len])))
     }
 
-    /// Returns the largest number of records that fit in the ring. A caller that takes more at once
-    /// may be kept busy for ever by a producer that never stops.
+    /// Returns the largest number of records that the ring can contain. A caller that pops more
+    /// than this in one loop may never finish if the producer never stops.
     pub(super) fn most(&self) -> usize {
         self.capacity / LINE_BYTES
     }
 
-    /// Returns true if there is nothing to pop. Cheap.
+    /// Returns true if there is no record to pop. Cheap.
     pub(super) fn is_empty(&self) -> bool {
         self.head == self.tail && self.words[TAIL].load(Ordering::Relaxed) == self.head
     }
@@ -349,8 +350,8 @@ impl Consumer {
         tail.wrapping_sub(self.head) >= self.capacity as u64 / 2
     }
 
-    /// Returns true, once, if the producer [waits for room](Producer::wants_room). Must be called
-    /// after popping; on true the caller must ring the producer's
+    /// Returns true, once, if the producer [waits for space](Producer::wants_room). Call it after
+    /// popping. If it returns true, the caller must ring the producer's
     /// [doorbell](super::doorbell::Doorbell::ring).
     pub(super) fn take_wanted(&mut self) -> bool {
         // Either this sees the producer's word, or the producer, which then checks for room, sees
@@ -361,17 +362,17 @@ impl Consumer {
     }
 }
 
-/// The memory of a ring does not have the form that a producer gives it.
+/// The error of a ring whose memory contains values that no valid producer writes.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("a ring in shared memory holds nonsense: {0}")]
 pub(super) struct Corrupt(String);
 
-/// Returns the byte offset, within a ring's records, of the stream position `count`.
+/// Converts `count`, a number of bytes since the start, to a byte offset within the ring's records.
 fn place(count: u64, capacity: usize) -> usize {
     count as usize & (capacity - 1)
 }
 
-/// Returns the number of bytes that a record with a payload of `len` bytes takes.
+/// Returns the number of bytes of a ring that a record with a payload of `len` bytes takes.
 fn record_bytes(len: usize) -> usize {
     (PREFIX_BYTES + len).next_multiple_of(LINE_BYTES)
 }
@@ -384,7 +385,7 @@ fn split(prefix: u64) -> (usize, u32) {
     (prefix as u32 as usize, (prefix >> 32) as u32)
 }
 
-/// Writes the concatenated parts into `words`, and fills the last word with zeros.
+/// Writes the concatenation of `parts` into `words`, and pads the last word with zeros.
 fn copy_in(words: &[AtomicU64], parts: &[&[u8]]) {
     let mut words = words.iter();
     // The bytes of the word in which the last part ended.

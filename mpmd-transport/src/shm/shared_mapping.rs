@@ -9,12 +9,13 @@ use rustix::mm::ProtFlags;
 
 use mpmd_memory::{map, memory_file, take_pages, unmap};
 
-/// Seals that keep the length: no process can shorten it under a reader.
+/// Seals of the memory file that keep its length fixed: no process can shorten it under a reader.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
-/// A mapping that other processes may write at any time. All access must be by atomics.
+/// Memory that is mapped by several processes, each of which may write it at any time. All access
+/// must be by atomic operations.
 pub(super) struct SharedMapping {
     start: NonNull<u8>,
     bytes: usize,
@@ -28,7 +29,7 @@ unsafe impl Send for SharedMapping {}
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
-    /// Allocates `bytes` zeroes of shared memory.
+    /// Allocates `bytes` zero bytes of memory that other processes can map.
     pub(super) fn new(bytes: usize) -> io::Result<Self> {
         let descriptor = memory_file("mpmd-rings", bytes)?;
         // The pages are allocated now: a later failure could not be reported.
@@ -63,11 +64,11 @@ impl SharedMapping {
         })
     }
 
-    /// Returns the address of `bytes` bytes at `offset`.
+    /// Returns the address of the `bytes` bytes at `offset` in the mapping.
     ///
     /// # Panics
     ///
-    /// If they are not within the mapping.
+    /// If the bytes are not within the mapping.
     pub(super) fn at(&self, offset: usize, bytes: usize) -> NonNull<u8> {
         assert!(
             offset

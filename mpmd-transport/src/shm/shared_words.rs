@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::sync::{AtomicU32, AtomicU64};
 
-/// An atomic that other processes may change at any time.
+/// An atomic integer type whose values other processes may change at any time.
 pub(super) trait Word: Send + Sync + 'static {
     #[cfg(test)]
     fn zero() -> Self;
@@ -26,7 +26,7 @@ impl Word for AtomicU64 {
     }
 }
 
-/// A slice of atomics in memory that another object keeps alive.
+/// A slice of atomic integers in memory that another object keeps alive.
 pub(super) struct SharedWords<W> {
     first: NonNull<W>,
     count: usize,
@@ -45,8 +45,8 @@ impl<W: Word> SharedWords<W> {
     ///
     /// # Safety
     ///
-    /// There must be `count` valid `W` at `first`, for reading and writing, until `keep` is
-    /// dropped. (Any bytes of mapped memory are valid.) Until then, all code must access them only
+    /// Until `keep` is dropped, `first` must point to `count` valid `W` that can be read and
+    /// written. (Any bytes of mapped memory are valid.) Until then, all code must access them only
     /// by atomic operations of the same size.
     ///
     /// # Panics
@@ -58,7 +58,7 @@ impl<W: Word> SharedWords<W> {
         Self { first, count, keep }
     }
 
-    /// Allocates `count` zero words of its own.
+    /// Allocates `count` zero words in private memory.
     #[cfg(test)]
     pub(super) fn alone(count: usize) -> Self {
         let words: Arc<Vec<W>> = Arc::new((0..count).map(|_| W::zero()).collect());

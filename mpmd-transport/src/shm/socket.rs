@@ -19,16 +19,17 @@ use rustix::net::{
 const MOST_DESCRIPTORS: usize = 2;
 /// Limit on the bytes in one packet.
 pub(super) const MOST_BYTES: usize = 128;
-/// Limit on the connections that wait to be accepted: more than there are processes on any host.
+/// Limit on the connections that wait to be accepted. No host runs so many processes.
 const BACKLOG: i32 = 4096;
-/// Pause between attempts to connect to a listener with a full queue.
+/// Pause between two attempts to connect to a listener whose queue of connections is full.
 const FULL: Duration = Duration::from_millis(1);
 
-/// One end of a connection. Only methods with a deadline block.
+/// One end of a connection between two processes of a host. Only methods with a deadline block.
 #[derive(Debug)]
 pub(super) struct Socket(OwnedFd);
 
-/// A listener under an abstract name. The name ends with the listener and leaves no file behind.
+/// A listening socket with a name in the abstract namespace. The name vanishes when the listener is
+/// closed, and leaves no file behind.
 #[derive(Debug)]
 pub(super) struct LocalListener(OwnedFd);
 
@@ -92,12 +93,13 @@ impl Socket {
         Ok([Self(one), Self(other)])
     }
 
-    /// Returns the user and the process at the other end, as the kernel knows them.
+    /// Returns the user id and the process id of the other end, as the kernel reports them.
     pub(super) fn peer(&self) -> io::Result<UCred> {
         Ok(sockopt::socket_peercred(&self.0)?)
     }
 
-    /// Sends a packet. Returns false, and sends nothing, if there is no room for it now.
+    /// Sends a packet with descriptors. Returns false, and sends nothing, if the socket has no
+    /// space now.
     pub(super) fn send(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<bool> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -184,7 +186,8 @@ impl Socket {
         }
     }
 
-    /// Sends a packet; blocks while there is no room for it. Fails with `TimedOut` at `deadline`.
+    /// Sends a packet, and blocks while the socket has no space. Fails with `TimedOut` at
+    /// `deadline`.
     pub(super) fn send_until(
         &self,
         bytes: &[u8],
@@ -199,7 +202,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Closes the connection for both ends. Packets on their way still arrive.
+    /// Closes the connection for both ends. Packets that were sent before can still be received.
     pub(super) fn close(&self) {
         // Fails if the other end closed first.
         let _ = shutdown(&self.0, Shutdown::Both);
@@ -208,7 +211,7 @@ impl Socket {
 
 #[cfg(test)]
 impl Socket {
-    /// Connects to a listener from a process that has ended when this returns.
+    /// Connects to a listener from another process, which has ended when this function returns.
     pub(super) fn connected_by_the_dead(name: &[u8]) -> io::Result<Self> {
         use std::os::unix::process::CommandExt;
         use std::process::Command;
@@ -240,14 +243,14 @@ fn new_socket() -> io::Result<OwnedFd> {
     )?)
 }
 
-/// Blocks until one of the descriptors can be read, and returns true; false if `deadline` comes
-/// first.
+/// Blocks until one of the descriptors `fds` is readable, and returns true. Returns false at
+/// `deadline`.
 pub(super) fn something_comes(fds: &[BorrowedFd<'_>], deadline: Instant) -> io::Result<bool> {
     wait(fds, PollFlags::IN, deadline)
 }
 
-/// Blocks until one of the descriptors has one of the given events, and returns true; false if
-/// `deadline` comes first.
+/// Blocks until one of the descriptors `fds` has one of the events `what`, and returns true.
+/// Returns false at `deadline`.
 fn wait(fds: &[BorrowedFd<'_>], what: PollFlags, deadline: Instant) -> io::Result<bool> {
     let mut looks: Vec<_> = fds
         .iter()
@@ -264,8 +267,8 @@ fn wait(fds: &[BorrowedFd<'_>], what: PollFlags, deadline: Instant) -> io::Resul
     }
 }
 
-/// Returns for each descriptor if it has ended: a closed connection, or an exited process. Does not
-/// wait.
+/// Returns true for each descriptor whose connection is closed or whose process has exited. Does
+/// not wait.
 pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
     let mut looks: Vec<_> = descriptors
         .iter()
@@ -285,8 +288,8 @@ pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
         .collect())
 }
 
-/// Returns true if the process of a pidfd has exited. Only this proves that it reads no memory any
-/// more.
+/// Returns true if the process of a pidfd has exited. Only an exit proves that the process no
+/// longer reads any memory.
 pub(super) fn has_exited(pidfd: BorrowedFd<'_>) -> bool {
     let mut look = [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)];
     matches!(poll(&mut look, Some(&timespec(Duration::ZERO))), Ok(count) if count > 0)

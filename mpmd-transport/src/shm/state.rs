@@ -21,16 +21,17 @@ use crate::transport::{Handler, Ticket, TransportError};
 use mpmd_memory::{Arena, Pool};
 use mpmd_proto::wire::ProcessId;
 
-/// Limit on the records taken from one peer in a row.
+/// Limit on the records that are taken from one peer before the next peer's ring is read.
 const IN_A_ROW: usize = 64;
-/// Limit on the rounds of a thread that leaves: more than a full ring takes.
+/// Limit on the passes over the rings by a thread that stops reading them. It suffices to empty a
+/// full ring.
 const MOST_LOOKS: usize = 32;
-/// Limit on the segment numbers in one record.
+/// Largest number of segment numbers in one record.
 const MOST_NUMBERS: usize = 256;
 
-/// The transport of one process.
+/// The state of one process's shared memory transport, which all its threads use.
 pub(super) struct ShmState {
-    /// Itself, for callbacks that must not keep it alive.
+    /// A weak reference to this state, for callbacks that must not keep it alive.
     pub(super) this: Weak<Self>,
     pub(super) process: ProcessId,
     /// The peers by process; `None` if this transport does not reach the process.
@@ -38,24 +39,24 @@ pub(super) struct ShmState {
     pub(super) door: Doorbell,
     pub(super) arena: Arena,
     pub(super) devices: DeviceLoans,
-    /// All loans of this process's memory.
+    /// Loans of this process's memory to peers.
     pub(super) ledger: Mutex<LoanLedger>,
-    /// Pool for inline payloads, and for copies of payloads that cannot be lent.
+    /// The pool for received inline payloads, and for copies of payloads that cannot be lent.
     pub(super) pool: Pool,
-    /// The receiving halves, held by the thread that looks.
+    /// The receiving half of each connection. The thread that reads the rings holds the lock.
     duty: Mutex<Vec<Option<Inbound>>>,
     pub(super) mappings: Mappings,
     handler: OnceLock<Arc<dyn Handler>>,
-    /// Finished tickets that the handler has not been told yet.
+    /// Tickets that have ended and are not reported to the handler yet.
     done: Mutex<Vec<FinishedTicket>>,
     has_done: AtomicBool,
-    /// True once nothing more is posted.
+    /// True once no message can be posted any more.
     is_closing: AtomicBool,
     /// True once the handler is not called any more.
     is_over: AtomicBool,
 }
 
-/// A ticket that has ended.
+/// A ticket that has ended, with its result.
 pub(super) struct FinishedTicket {
     ticket: Ticket,
     result: Result<(), TransportError>,
@@ -113,13 +114,13 @@ impl ShmState {
         self.door.rouse(&SystemFutex);
     }
 
-    /// Returns true once nothing more is posted.
+    /// Returns true once no message can be posted any more.
     pub(super) fn is_closing(&self) -> bool {
         self.is_closing.load(Ordering::Acquire)
     }
 
-    /// Queues finished tickets for the handler. The next thread that looks reports them; none is
-    /// woken.
+    /// Queues ended tickets, which the next thread that reads the rings reports to the handler.
+    /// Wakes no thread.
     pub(super) fn note_done(&self, ended: impl IntoIterator<Item = FinishedTicket>) {
         let mut ended = ended
             .into_iter()
@@ -135,14 +136,14 @@ impl ShmState {
         self.has_done.store(true, Ordering::Release);
     }
 
-    /// Takes records that have come, unless another thread does so at the moment. Returns true if
+    /// Takes records that have arrived, unless another thread is reading the rings. Returns true if
     /// there was any work. Does not wait.
     pub(super) fn progress(&self) -> bool {
         self.duty.try_lock().is_some_and(|duty| self.look(duty))
     }
 
-    /// Takes everything that has come. First waits for any other thread that does so. For a thread
-    /// that looked and stops looking.
+    /// Takes all records that have arrived. If another thread is reading the rings, waits for it
+    /// first. Called by a thread that stops reading the rings.
     pub(super) fn progress_to_the_end(&self) {
         for _ in 0..MOST_LOOKS {
             if !self.look(self.duty.lock()) {
@@ -153,8 +154,8 @@ impl ShmState {
         self.door.rouse(&SystemFutex);
     }
 
-    /// Returns true if a look at the rings would find work. Also makes sure that peers ring when
-    /// they make room that is waited for.
+    /// Returns true if reading the rings would find work. Also makes sure that a peer rings this
+    /// process's doorbell when it frees space for which a record waits.
     pub(super) fn has_work(&self) -> bool {
         let duty = self.duty.lock();
         if self.handler.get().is_none() || self.is_over.load(Ordering::Acquire) {
@@ -174,7 +175,7 @@ impl ShmState {
                 .any(|peer| peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
     }
 
-    /// Takes records from all peers, and sends those that waited for room. Returns true if there
+    /// Takes records from all peers, and sends records that waited for space. Returns true if there
     /// was any work.
     fn look(&self, mut duty: MutexGuard<'_, Vec<Option<Inbound>>>) -> bool {
         let Some(handler) = self.handler.get() else {
@@ -204,8 +205,8 @@ impl ShmState {
         self.tell_done(handler) || any
     }
 
-    /// Ends the connection to a peer, in both directions. Its open tickets fail, and the handler is
-    /// told.
+    /// Closes the connection to a peer in both directions, for the reason `why`. Fails the tickets
+    /// of its open messages, and reports the loss to the handler.
     pub(super) fn end(
         &self,
         why: TransportError,
@@ -252,7 +253,8 @@ impl ShmState {
             .for_each(|arriving| arriving.pass(Some(failure.clone())));
     }
 
-    /// Ends the connection of a peer that sent an invalid record. The peer gets no reason.
+    /// Closes the connection to a peer that sent an invalid record. The peer is not told the
+    /// reason.
     pub(super) fn end_by_nonsense(
         &self,
         why: String,
@@ -271,7 +273,7 @@ impl ShmState {
         peer.socket.close();
     }
 
-    /// Reports finished tickets to the handler. Returns true if there were any.
+    /// Reports ended tickets to the handler. Returns true if there were any.
     fn tell_done(&self, handler: &Arc<dyn Handler>) -> bool {
         if !self.has_done.swap(false, Ordering::AcqRel) {
             return false;
@@ -283,9 +285,9 @@ impl ShmState {
         true
     }
 
-    /// Does the engine's regular work. Takes back returned loans, sends returns that found no room,
-    /// and tells peers which segments are freed. Frees device memory that no peer has open any
-    /// more, and posts messages that were held back. Does not wait.
+    /// Does the engine's regular work without waiting. Ends returned loans, sends notes that waited
+    /// for space in a return ring, and tells peers which segments are freed. Frees device memory
+    /// that no peer has open any more, and posts messages whose device work has finished.
     pub(super) fn tidy(&self) {
         let retired = self.arena.take_retired();
         let numbers: Vec<u32> = retired.iter().map(|segment| segment.number).collect();
@@ -326,14 +328,14 @@ impl ShmState {
         self.post_held();
     }
 
-    /// Takes back returned loans. Called when memory is short, while any locks except a pool's are
-    /// held.
+    /// Ends loans that peers have returned. Called when memory is short, possibly by a thread that
+    /// holds locks, but not a pool's lock.
     pub(super) fn reclaim(&self) {
         let ended = self.ledger.lock().collect();
         self.note_ended(ended);
     }
 
-    /// Drops the memory of loans that have ended, and queues their tickets for the handler.
+    /// Drops the memory of ended loans, and queues their tickets for the handler.
     pub(super) fn note_ended(&self, ended: Vec<EndedLoan>) {
         let mut tickets = Vec::with_capacity(ended.len());
         for loan in ended {
@@ -347,8 +349,8 @@ impl ShmState {
         );
     }
 
-    /// Finds closed connections and exited processes, and ends their connections. Messages sent
-    /// before the end are delivered first.
+    /// Finds peers whose connection is closed or whose process has exited, and closes the
+    /// connections to them. Messages that they sent before are delivered first.
     pub(super) fn watch(&self) {
         let Some(handler) = self.handler.get() else {
             return;
@@ -379,8 +381,8 @@ impl ShmState {
         }
     }
 
-    /// Ends the connection of a peer if the peer has closed it, has exited, or has a fault in its
-    /// ring of returns. `is_closed` is true if the connection is closed.
+    /// Closes the connection to a peer if the peer has closed it, has exited, or has corrupted its
+    /// return ring. `is_closed` is true if the peer's socket is closed.
     fn watch_peer(
         &self,
         from: ProcessId,
@@ -426,8 +428,8 @@ impl ShmState {
         }
     }
 
-    /// Says goodbye to all peers; nothing is posted after it. Waits for a handler call that is
-    /// under way.
+    /// Sends a goodbye to all peers, after which nothing can be posted. Waits for a handler call
+    /// that has not returned.
     pub(super) fn say_goodbye(&self) {
         self.is_closing.store(true, Ordering::Release);
 
@@ -446,8 +448,8 @@ impl ShmState {
         }
     }
 
-    /// Returns true if everything that was posted has been sent, and loans that peers must copy
-    /// have come back.
+    /// Returns true if all posted messages have been sent, and all loans that peers must copy have
+    /// been returned.
     pub(super) fn is_flushed(&self) -> bool {
         let has_left = |peer: &ShmPeer| !peer.is_waiting.load(Ordering::Acquire);
         self.devices.is_flushed()
@@ -455,8 +457,8 @@ impl ShmState {
             && !self.ledger.lock().is_awaited()
     }
 
-    /// Ends all open tickets and reports them to the handler, which is not called after that.
-    /// Closes all connections.
+    /// Ends all open tickets, reports them to the handler, and closes all connections. The handler
+    /// is not called after that.
     pub(super) fn finish(&self) {
         // In an orderly end, loans have been sent; their memory stays valid for readers.
         let in_order = self.is_closing.swap(true, Ordering::AcqRel);
@@ -494,8 +496,8 @@ impl ShmState {
         }
     }
 
-    /// Puts the engine to sleep until there is work that no other thread takes, `stop` returns
-    /// true, or `timeout` is over.
+    /// Puts the engine to sleep until there is work that no other thread does, `stop` returns true,
+    /// or `timeout` is over.
     pub(super) fn sleep(&self, timeout: Duration, stop: impl Fn() -> bool) {
         self.door
             .sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());

@@ -15,7 +15,7 @@ use mpmd_memory::{Fence, Fences, Landing, OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
 impl ShmState {
-    /// Takes at most `most` records of a peer, and passes their messages to the handler.
+    /// Takes at most `most` records from a peer's ring, and passes their messages to the handler.
     pub(super) fn take(
         &self,
         from: ProcessId,
@@ -86,7 +86,7 @@ impl ShmState {
         })
     }
 
-    /// Carries out a record of a peer.
+    /// Handles a peer's record: delivers its message, or updates the state of the connection.
     fn act(
         &self,
         event: ReceivedRecord,
@@ -138,8 +138,8 @@ impl ShmState {
         Ok(())
     }
 
-    /// Returns the part of this process's own memory that a borrower has sent, as the payload. No
-    /// loan and no mapping is involved.
+    /// Returns a payload that is this process's own memory, sent back by a borrower. Makes no loan
+    /// and maps nothing.
     fn take_part(
         &self,
         from: ProcessId,
@@ -168,8 +168,8 @@ impl ShmState {
         Ok(Payload::Inline(found))
     }
 
-    /// Borrows the memory that a message lends, of the peer or of a third process, and returns it
-    /// as the payload.
+    /// Borrows the memory that a message lends, and returns it as the payload. The memory belongs
+    /// to the peer or to a process from which the peer has borrowed it.
     fn borrow(
         &self,
         from: ProcessId,
@@ -255,14 +255,14 @@ impl ShmState {
     }
 }
 
-/// The reason why a record could not be taken, by the process at fault: the peer or this process.
+/// The reason why a record could not be handled, by the process at fault: the peer or this process.
 enum RecordFault {
     Theirs(String),
     Ours(String),
 }
 
 impl RecordFault {
-    /// Converts an error: lacking resources are this process's fault, every other error is the
+    /// Converts an error. A lack of resources is this process's fault; every other error is the
     /// peer's.
     fn of(error: std::io::Error) -> Self {
         let lacking = [Errno::NOMEM, Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
@@ -291,7 +291,7 @@ fn check_device_kind(header: &Header) -> Result<(), RecordFault> {
     }
 }
 
-/// A decoded record, with its payload copied.
+/// A decoded record. An inline payload was copied out of the ring.
 enum ReceivedRecord {
     Message(Header, Payload),
     Lent(Header, LoanRecord),
@@ -303,14 +303,14 @@ enum ReceivedRecord {
     Goodbye,
 }
 
-/// A payload that cannot be read.
+/// A payload whose fetch always fails.
 struct UnreadablePayload {
     bytes: u64,
     why: TransportError,
 }
 
 impl UnreadablePayload {
-    /// Returns a payload for a message from `from`. Reading it fails with `why`.
+    /// Returns a payload for a message from `from`. Fetching it fails with the reason `why`.
     fn failing(from: ProcessId, header: &Header, why: String) -> Payload {
         let doing = format!("taking memory of a device of process {from}");
         let why = TransportError::Environment { doing, why };

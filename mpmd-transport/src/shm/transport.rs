@@ -20,14 +20,14 @@ use mpmd_base::deadline::after;
 use mpmd_memory::{Arena, DeviceSharing, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// Interval at which the thread looks for dead peers and finished loans.
+/// Interval at which the engine looks for dead peers and returned loans.
 const ROUND: Duration = Duration::from_millis(50);
-/// Pause of a shutdown between two checks of messages that have not been sent.
+/// Interval at which a shutdown checks if all messages have been sent.
 const FLUSH_LOOK: Duration = Duration::from_micros(200);
-/// Limit on the wait of a shutdown until borrowed device memory is closed, once all else is done.
+/// Time that a shutdown waits at its end for borrowed device memory to be closed.
 const MOST_CLOSING: Duration = Duration::from_secs(1);
 
-/// Shared memory that was tested but is not connected yet. It has an address for peers.
+/// Shared memory that works on this process but is not connected to peers yet.
 #[derive(Debug)]
 pub struct OpenedShm {
     address: ShmAddress,
@@ -37,10 +37,11 @@ pub struct OpenedShm {
 }
 
 impl OpenedShm {
-    /// Tests if this process can share memory, by sharing some with itself.
+    /// Tests if this process can share memory: creates shared memory, a listening socket and a
+    /// pidfd.
     ///
-    /// Raises this process's limit of open descriptors as far as allowed. Each segment takes one,
-    /// here and in every process that it is lent to.
+    /// Raises this process's limit on open descriptors as far as allowed. Each segment takes one
+    /// descriptor in this process, and one in every process to which it is lent.
     ///
     /// # Errors
     ///
@@ -85,12 +86,12 @@ impl OpenedShm {
     ///
     /// # Errors
     ///
-    /// If a peer does not come in time, or belongs to another job, user or build. The error names
-    /// the peer.
+    /// If a peer does not connect in time, or belongs to another job, user or build. The error
+    /// names the peer.
     ///
     /// # Panics
     ///
-    /// If `config.peers` has no entry for `config.process`.
+    /// If `config.peers` has no element for `config.process`.
     pub fn connect(self, config: &ShmConfig) -> Result<Arc<Shm>, TransportError> {
         assert!(
             config.process.index() < config.peers.len(),
@@ -139,8 +140,8 @@ fn unavailable(operation: &str, error: &std::io::Error) -> TransportError {
     }
 }
 
-/// Runs the transport's thread (the engine), which looks at the rings if no other thread does.
-/// Returns once `stop` is set.
+/// Runs the transport's thread, the engine. It reads the rings while no other thread does. Returns
+/// once `stop` is set.
 fn run(shared: &ShmState, stop: &AtomicBool) {
     let stopped = || stop.load(Ordering::Acquire);
     let mut next_round = Instant::now() + ROUND;
@@ -161,25 +162,25 @@ fn run(shared: &ShmState, stop: &AtomicBool) {
 
 /// The transport over shared memory, created by [`OpenedShm::connect`].
 ///
-/// If it is dropped without [`Transport::shutdown`], it closes at once, which peers see as its
-/// death. Open tickets end on the transport's thread.
+/// If dropped without [`Transport::shutdown`], it closes all connections at once, and peers treat
+/// the process as dead. The transport's thread ends the open tickets.
 pub struct Shm {
     pub(super) shared: Arc<ShmState>,
     arena: Arena,
     stop: Arc<AtomicBool>,
-    /// The transport's thread; taken out by the first shutdown.
+    /// The transport's thread; `None` once a shutdown has taken it.
     engine: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Shm {
-    /// Returns the number of bytes of this process's memory that a peer holds, as far as known
-    /// here. Takes back returned memory first.
+    /// Returns the number of bytes that a peer has borrowed from this process, as far as known
+    /// here. Ends returned loans first.
     pub fn lent_to(&self, peer: ProcessId) -> u64 {
         self.shared.reclaim();
         self.shared.ledger.lock().bytes(peer)
     }
 
-    /// Returns the number of bytes of a peer's memory that this process holds.
+    /// Returns the number of bytes that this process has borrowed from a peer.
     pub fn borrowed_from(&self, peer: ProcessId) -> u64 {
         let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
         peer.map_or(0, |peer| peer.returns.borrowed())

@@ -30,22 +30,22 @@ use super::drive::{Drive, Pair};
 use super::{Tcp, TcpConfig};
 
 const MAGIC: [u8; 8] = *b"MPMDTCP\0";
-/// Number of connections between two processes: control and bulk.
+/// Number of connections between two processes: one for control messages and one for bulk data.
 const CHANNELS: u32 = 2;
-/// Time limit for the handshake with a process that has connected. In tests it is longer than any
+/// Time limit for the handshake of an accepted connection. In tests it exceeds the duration of any
 /// test.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
-/// Limit on the connections without a finished handshake, in addition to those of peers. One more
-/// closes the oldest.
+/// Number of connections with an unfinished handshake that are allowed beyond one per peer
+/// connection. Beyond that, the oldest is closed.
 const MOST_STRANGERS: usize = 256;
-/// Limit on the connections that wait to be accepted, if the system allows as many. The system
-/// drops more; their senders try again only after a second or more.
+/// Limit on the connections that wait to be accepted; the system may impose a lower one. The system
+/// drops further attempts, which are repeated only after a second or more.
 const BACKLOG: i32 = 4096;
-/// Pauses between attempts to connect to a peer: the first, and the longest.
+/// Pause after the first failed attempt to connect to a peer. `LAST_RETRY` is the longest pause.
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 const LAST_RETRY: Duration = Duration::from_millis(500);
 
-/// A listening socket for the peers of a transport that is not connected yet.
+/// A listening socket to which the peers of a transport connect.
 #[derive(Debug)]
 pub struct PeerListener {
     socket: std::net::TcpListener,
@@ -53,8 +53,8 @@ pub struct PeerListener {
 }
 
 impl PeerListener {
-    /// Listens on a free port of the IP address of `at`, on its interface if the address says one
-    /// (link-local IPv6). The port of `at` does not count.
+    /// Listens on a free port of the IP address of `at`. The port of `at` is ignored. A link-local
+    /// IPv6 address also selects its network interface.
     ///
     /// # Errors
     ///
@@ -77,11 +77,10 @@ impl PeerListener {
         self.address
     }
 
-    /// Connects to all peers. Blocks until all are connected, at most for
+    /// Connects to all peers. Blocks until all are connected, for at most
     /// [`TcpConfig::peer_timeout`].
     ///
-    /// May be called from any thread, also from one that runs an async runtime of its own (which it
-    /// blocks).
+    /// May be called from any thread. A thread that runs an async runtime is blocked meanwhile.
     ///
     /// # Errors
     ///
@@ -92,7 +91,7 @@ impl PeerListener {
     ///
     /// # Panics
     ///
-    /// If `config.peers` has no entry for `config.process`.
+    /// If `config.peers` has no element for `config.process`.
     pub fn connect(self, config: TcpConfig) -> Result<Arc<Tcp>, TransportError> {
         assert!(
             config.process.index() < config.peers.len(),
@@ -110,7 +109,8 @@ impl PeerListener {
     }
 }
 
-/// The body of the transport's thread: connects, then moves messages until the end.
+/// Runs the transport's thread: connects to the peers, then moves messages until the transport
+/// closes.
 fn drive(
     listener: PeerListener,
     config: TcpConfig,
@@ -158,21 +158,21 @@ fn drive(
     });
 }
 
-/// The result of one attempt at one connection.
+/// The result of one attempt to establish a connection.
 enum ConnectOutcome {
     Peer {
         peer: ProcessId,
         channel: u32,
         stream: TcpStream,
     },
-    /// The reason why the other end does not belong to the job, or has gone.
+    /// The other end does not belong to the job, or has closed the connection. Contains the reason.
     Stranger(String),
-    /// The other end belongs to the job, but cannot work with this process.
+    /// The other end belongs to the job, but cannot work with this process. Contains the error.
     Misfit(TransportError),
 }
 
-/// Returns a peer's address as this host reaches it. A link-local IPv6 address is valid on one
-/// interface, which each host numbers itself: here it is that of `own`.
+/// Returns a peer's address with the scope id that is valid on this host. A link-local IPv6 address
+/// needs the number of the local network interface, which is that of `own`.
 fn in_zone_of(own: SocketAddr, mut peer: SocketAddr) -> SocketAddr {
     if let (SocketAddr::V6(own), SocketAddr::V6(peer)) = (own, &mut peer)
         && peer.ip().is_unicast_link_local()
@@ -182,7 +182,7 @@ fn in_zone_of(own: SocketAddr, mut peer: SocketAddr) -> SocketAddr {
     peer
 }
 
-/// Connects to all peers and returns their connections, by process.
+/// Connects to all peers and returns the connections to each peer, by process.
 async fn connect_all(
     listener: PeerListener,
     config: TcpConfig,
@@ -266,8 +266,9 @@ async fn connect_all(
     Ok(pairs.collect())
 }
 
-/// Stores the connection of an attempt in `found`, or the reason for its refusal in `refused`.
-/// `own` is the address at which this process listens. Fails if the peers cannot all be met.
+/// Stores a new connection in `found`, or the reason why it was refused in `refused`. `own` is the
+/// address at which this process listens. Fails if a peer does not fit, so that connecting cannot
+/// succeed.
 fn take_outcome(
     outcome: ConnectOutcome,
     own: SocketAddr,
@@ -296,8 +297,8 @@ fn take_outcome(
     Ok(())
 }
 
-/// Connects to a process with a lower id. Tries again until it answers or does not fit; the caller
-/// sets the deadline. `words` gets the last error by process.
+/// Connects to a process with a lower id. Repeats failed attempts without a deadline, until the
+/// process answers or does not fit. `words` gets the last error of each process, by process.
 async fn call(
     party: Party,
     peer: ProcessId,
@@ -361,7 +362,7 @@ async fn call_once(
         .unwrap_or_else(|error| ConnectOutcome::Stranger(word(&error)))
 }
 
-/// Returns the reason for the end of a handshake in words.
+/// Returns a text with the reason why a handshake ended.
 fn word(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => {
@@ -372,7 +373,7 @@ fn word(error: &io::Error) -> String {
     }
 }
 
-/// Runs the handshake of an accepted connection.
+/// Runs the handshake of a connection that this process has accepted.
 async fn greet(
     party: Party,
     mut stream: TcpStream,
@@ -414,14 +415,14 @@ async fn greet(
     ConnectOutcome::Stranger(why)
 }
 
-/// Returns true if the other end has not closed the connection. Consumes nothing.
+/// Returns true if the other end has not closed the connection. Reads nothing from it.
 fn is_open(stream: &TcpStream) -> bool {
     let looked = recv(stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
     matches!(looked, Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR))
 }
 
-/// Returns the higher peers that have one open connection and one that was closed: they have lost
-/// an answer, and connect again.
+/// Returns the peers with higher ids of whose two connections only one is open. Such a peer did not
+/// receive the answer of a handshake, and will connect again.
 fn halves(found: &[[Option<TcpStream>; 2]], process: ProcessId) -> Vec<ProcessId> {
     let is_half = |pair: &[Option<TcpStream>; 2]| {
         let [control, bulk] = pair
@@ -436,7 +437,7 @@ fn halves(found: &[[Option<TcpStream>; 2]], process: ProcessId) -> Vec<ProcessId
         .collect()
 }
 
-/// Returns the peers to which a connection is missing.
+/// Returns the peers to which at least one connection is missing.
 fn missing(found: &[[Option<TcpStream>; 2]], own: ProcessId) -> Vec<ProcessId> {
     let ids = (0..).map(ProcessId);
     let pairs = ids

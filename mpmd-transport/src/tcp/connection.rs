@@ -19,30 +19,31 @@ use crate::transport::{FetchDone, Ticket, TransportError};
 use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::{HEADER_BYTES, Header};
 
-/// Messages up to this many bytes, with the header, are written by the posting thread, if the
-/// socket takes them.
+/// Largest message, in bytes with its header, that the thread which posts it may write to the
+/// socket itself.
 const DIRECT_BYTES: usize = 16 << 10;
-/// Limit on the bytes given to the system in one write: on the transport's one thread, everything
-/// else waits for that copy.
+/// Largest number of bytes in one system call that writes. Everything else on the transport's only
+/// thread waits for the copy that the call makes.
 const WRITE_BYTES: usize = 512 << 10;
-/// Limit on the pieces of memory given to the system in one write.
+/// Largest number of slices of memory in one system call that writes.
 const WRITE_PIECES: usize = 64;
 
-/// The sending half of one connection.
+/// The sending half of one TCP connection.
 pub(super) struct ConnectionSender {
     state: Mutex<SendState>,
     /// Notified about changes that the writer task must handle.
     wake: Notify,
-    /// Number of completed writes.
+    /// Number of system calls that have written bytes.
     progress: AtomicU64,
 }
 
-/// The queue of a connection, and the right to write.
+/// The queue of a connection's unsent messages, and the state of its socket.
 struct SendState {
-    /// The socket's write half. `None` while a [`WriteTurn`] has it, and after the end.
+    /// The socket's write half. `None` while a [`WriteTurn`] has it, and after the connection has
+    /// ended.
     half: Option<OwnedWriteHalf>,
-    /// True while a thread or task has the right to write to the socket (a [`WriteTurn`]). After a
-    /// failure, true until the tickets of that turn have ended.
+    /// True while a [`WriteTurn`] exists: only its thread or task may write to the socket. After a
+    /// failure, true until the tickets of the turn's messages have ended.
     turn: bool,
     queue: VecDeque<QueuedMessage>,
     end: SendingEnd,
@@ -52,14 +53,14 @@ struct SendState {
 enum SendingEnd {
     /// Messages can be queued.
     Open,
-    /// No more messages can be queued. Those queued are sent, then the socket's write side is
-    /// closed.
+    /// No more messages can be queued. The queued ones are sent, then the socket's write side is
+    /// closed. Contains the error for later messages.
     Last(TransportError),
-    /// Nothing more is sent.
+    /// Nothing more is sent. Contains the error for later messages.
     Now(TransportError),
 }
 
-/// A message, and the number of its bytes that are written.
+/// A message with the number of its bytes that are already written.
 struct QueuedMessage {
     header: [u8; HEADER_BYTES],
     payload: Option<SharedBuffer>,
@@ -82,8 +83,8 @@ impl ConnectionSender {
         }
     }
 
-    /// Queues a message. Writes it at once if `direct` is true, the message is small, and nothing
-    /// is ahead of it. After the end of the connection, `ticket` ends with an error.
+    /// Queues a message. Writes it on this thread if `direct` is true, the message is small, and
+    /// the queue is empty. After the connection has ended, `ticket` ends with an error.
     pub(super) fn post(
         &self,
         header: &Header,
@@ -136,7 +137,8 @@ impl ConnectionSender {
         }
     }
 
-    /// Refuses later messages with `error`. Sends those queued, then closes the write side.
+    /// Closes the connection after the queued messages have been sent. Later messages end with
+    /// `error`.
     pub(super) fn finish(&self, error: TransportError) {
         let mut state = self.state.lock();
         if matches!(state.end, SendingEnd::Open) {
@@ -146,7 +148,7 @@ impl ConnectionSender {
         self.wake.notify_one();
     }
 
-    /// Ends every message with `error` and closes the write side at once.
+    /// Closes the connection's write side at once, and ends all queued messages with `error`.
     pub(super) fn fail(&self, error: TransportError, endings: &Endings) {
         let mut state = self.state.lock();
         let queue = std::mem::take(&mut state.queue);
@@ -163,8 +165,7 @@ impl ConnectionSender {
         self.wake.notify_one();
     }
 
-    /// Returns true if a thread or task has the right to write (a [`WriteTurn`]), so that tickets
-    /// may still end.
+    /// Returns true if a [`WriteTurn`] exists. Its tickets may still end.
     pub(super) fn is_in_use(&self) -> bool {
         self.state.lock().turn
     }
@@ -174,7 +175,7 @@ impl ConnectionSender {
         matches!(self.state.lock().end, SendingEnd::Now(_))
     }
 
-    /// Waits until the connection has sent its last message, or has completed no write for
+    /// Waits until the connection has sent its last message, or has written nothing for
     /// `peer_timeout`.
     pub(super) async fn drained(&self, peer_timeout: Duration) {
         let mut seen = self.progress.load(Ordering::Relaxed);
@@ -193,8 +194,8 @@ impl ConnectionSender {
         }
     }
 
-    /// Writes queued messages until the connection ends: the writer task. An error of the socket
-    /// ends all messages with an error, which `gone` makes from it.
+    /// Runs the writer task, which writes queued messages until the connection ends. If the socket
+    /// fails, ends all messages with the error that `gone` makes of the socket's error.
     pub(super) async fn write(
         &self,
         endings: &Endings,
@@ -214,7 +215,7 @@ impl ConnectionSender {
         }
     }
 
-    /// Takes the right to write, if there is something to write.
+    /// Returns a [`WriteTurn`] if there are messages to write and no turn exists.
     fn turn<'a>(&'a self, endings: &'a Endings) -> WriterStep<'a> {
         let mut state = self.state.lock();
         if matches!(state.end, SendingEnd::Now(_)) {
@@ -245,24 +246,24 @@ impl ConnectionSender {
     }
 }
 
-/// The next step of the writer task.
+/// The next step of the task that writes a connection's messages.
 enum WriterStep<'a> {
     Write(WriteTurn<'a>),
     Wait,
     End,
 }
 
-/// The right to write to the socket, with the messages to write first.
+/// The right of one thread or task to write to the socket, with the messages to write first.
 struct WriteTurn<'a> {
     line: &'a ConnectionSender,
-    /// The socket's write half; `None` only at the end of the turn.
+    /// The socket's write half; `None` only when the turn is dropped.
     half: Option<OwnedWriteHalf>,
     queue: VecDeque<QueuedMessage>,
     endings: &'a Endings,
 }
 
 impl WriteTurn<'_> {
-    /// Writes all messages of this turn. Stops early if the connection is failed meanwhile.
+    /// Writes all messages of this turn. Stops early if the connection ends meanwhile.
     async fn write_all(mut self) -> io::Result<()> {
         while !self.queue.is_empty() {
             match self.write() {
@@ -287,8 +288,8 @@ impl WriteTurn<'_> {
         Ok(())
     }
 
-    /// Writes as many bytes as the system takes without waiting, and ends the messages that are
-    /// complete. Returns the number of bytes. Fails with `WouldBlock` if the system takes none.
+    /// Writes as many bytes as the socket accepts without waiting, and ends the messages that are
+    /// complete. Returns the number of bytes. Fails with `WouldBlock` if the socket accepts none.
     fn write(&mut self) -> io::Result<usize> {
         let Some(half) = &self.half else { return Ok(0) };
         let mut pieces = [IoSlice::new(&[]); WRITE_PIECES];
@@ -314,7 +315,7 @@ impl WriteTurn<'_> {
         Ok(written)
     }
 
-    /// Ends the messages that are complete after `written` more bytes.
+    /// Records that `written` more bytes are sent, and ends the messages that this completes.
     fn advance(&mut self, mut written: usize) {
         while let Some(message) = self.queue.front_mut() {
             let taken = written.min(message.len() - message.written);
@@ -363,7 +364,7 @@ impl QueuedMessage {
         HEADER_BYTES + self.payload.as_ref().map_or(0, |payload| payload.len())
     }
 
-    /// Returns the unwritten parts of (header, payload).
+    /// Returns the unwritten bytes of the header and of the payload.
     fn left(&self) -> [&[u8]; 2] {
         let payload = self.payload.as_deref().unwrap_or(&[]);
         match self.written.checked_sub(HEADER_BYTES) {
@@ -372,22 +373,22 @@ impl QueuedMessage {
         }
     }
 
-    /// Drops the payload, then reports the end of the ticket.
+    /// Drops the payload, then reports `result` for the message's ticket.
     fn end(self, result: Result<(), TransportError>, endings: &Endings) {
         drop(self.payload);
         endings.ticket(self.ticket, result);
     }
 }
 
-/// Ends of tickets and fetches, collected from all threads until the transport's thread reports
-/// them.
+/// Collects ended tickets and failed fetches from all threads. The transport's thread reports them
+/// to the handler.
 pub(super) struct Endings {
-    /// Ends that are not reported yet; `None` once nothing is reported any more.
+    /// Ends that are not reported yet; `None` once the transport's thread reports no more.
     waiting: Mutex<Option<Vec<TransferEnd>>>,
     wake: Notify,
 }
 
-/// The end of a message that was posted, or of a payload's fetch that has failed.
+/// The end of a posted message, or a failed fetch of a payload.
 pub(super) enum TransferEnd {
     Ticket(Ticket, Result<(), TransportError>),
     Fetch(FetchDone, TransportError),
@@ -408,15 +409,15 @@ impl Endings {
         }
     }
 
-    /// Reports a failed fetch to the transport's thread, which calls `then`. After the end of that
-    /// thread, calls `then` on this thread.
+    /// Queues a failed fetch for the transport's thread, which calls `then`. If that thread has
+    /// ended, calls `then` on this thread.
     pub(super) fn fetch(&self, then: FetchDone, error: TransportError) {
         if let Err(TransferEnd::Fetch(then, error)) = self.push(TransferEnd::Fetch(then, error)) {
             then(Err(error));
         }
     }
 
-    /// Adds an end. Returns it as the error if nothing is reported any more.
+    /// Queues an end. Returns it as the error if the transport's thread reports no more.
     fn push(&self, ending: TransferEnd) -> Result<(), TransferEnd> {
         let mut waiting = self.waiting.lock();
         let Some(list) = waiting.as_mut() else {
@@ -432,13 +433,14 @@ impl Endings {
         Ok(())
     }
 
-    /// Waits for the next call that adds an end to an empty list. May return although the list is
-    /// empty.
+    /// Waits until the end of a transfer is added to the empty list. May return although the list
+    /// is empty.
     pub(super) async fn some(&self) {
         self.wake.notified().await;
     }
 
-    /// Returns all ends so far, in order. With `last`, refuses later ones if there were none.
+    /// Removes and returns all collected ends of transfers, in order. If `last` is true and there
+    /// are none, later ends are refused.
     pub(super) fn take(&self, last: bool) -> Vec<TransferEnd> {
         let mut waiting = self.waiting.lock();
         let list = waiting.as_mut().map(std::mem::take).unwrap_or_default();

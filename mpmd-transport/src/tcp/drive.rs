@@ -18,26 +18,26 @@ use super::connection::{ConnectionSender, Endings, TransferEnd};
 use super::read::{self, LINGER, ReadEnd};
 use super::state::{TcpPeer, TcpState};
 
-/// Extra time, beyond its deadline, that a shutdown waits for a handler call in progress.
+/// Time that a shutdown waits beyond its deadline for a handler call that has not returned.
 pub(super) const LAST_CALL: Duration = Duration::from_secs(1);
 
-/// The two connections of a pair of processes: control, then bulk.
+/// The connections to one peer: for control messages, then for bulk data.
 pub(super) type Pair = [TcpStream; 2];
 
-/// A request to close.
+/// A request to close the transport.
 pub(super) struct CloseRequest {
     pub(super) deadline: Duration,
-    /// Notified once nothing more reaches the handler.
+    /// Notified once the handler is not called any more.
     pub(super) closed: std::sync::mpsc::Sender<()>,
 }
 
-/// The state of the transport's thread, before it runs.
+/// The connections and the state that the transport's thread starts with.
 pub(super) struct Drive {
     shared: Arc<TcpState>,
     halves: Vec<PeerHalves>,
 }
 
-/// The receiving halves of the two connections to a peer.
+/// The receiving halves of the two connections to one peer.
 struct PeerHalves {
     peer: ProcessId,
     control: OwnedReadHalf,
@@ -80,8 +80,8 @@ impl Drive {
         self.shared.clone()
     }
 
-    /// Serves all connections until `close` is sent or dropped. Then sends queued messages, up to
-    /// the deadline of `close`, and ends every ticket.
+    /// Moves messages on all connections until `close` is sent or dropped. Then sends the queued
+    /// messages, up to the deadline in `close`, and ends every ticket.
     pub(super) async fn run(
         self,
         mut start: oneshot::Receiver<Arc<dyn Handler>>,
@@ -148,7 +148,7 @@ impl Drive {
     }
 }
 
-/// Sends the queued messages of all connections, up to the deadline.
+/// Sends the queued messages of all connections. Gives up at the deadline.
 async fn flush(
     shared: &TcpState,
     deadline: Duration,
@@ -172,7 +172,7 @@ async fn flush(
     }
 }
 
-/// Fails all connections when it is dropped.
+/// Fails all connections of the transport when it is dropped, also after a panic.
 struct FailAll<'a>(&'a TcpState);
 
 impl Drop for FailAll<'_> {
@@ -181,7 +181,7 @@ impl Drop for FailAll<'_> {
     }
 }
 
-/// Writes the messages of one channel to a peer: a task.
+/// Runs the task that writes one connection (`channel`) to a peer.
 async fn write(shared: Arc<TcpState>, peer: ProcessId, channel: usize) {
     let Some(lines) = &shared.peers[peer.index()] else {
         return;
@@ -197,7 +197,7 @@ async fn write(shared: Arc<TcpState>, peer: ProcessId, channel: usize) {
     .await;
 }
 
-/// Reads both connections of a peer, and ends them once the peer is down: a task.
+/// Runs the task that reads both connections of a peer, and closes them once the peer is gone.
 async fn read(shared: Arc<TcpState>, halves: PeerHalves, handler: Arc<dyn Handler>) {
     let PeerHalves {
         peer,
@@ -243,7 +243,7 @@ async fn read(shared: Arc<TcpState>, halves: PeerHalves, handler: Arc<dyn Handle
     }
 }
 
-/// Reports ends of transfers to the handler and to the fetches.
+/// Reports ended tickets to the handler, and calls the callbacks of failed fetches.
 fn say(endings: Vec<TransferEnd>, handler: &Arc<dyn Handler>) {
     for ending in endings {
         match ending {
@@ -253,8 +253,8 @@ fn say(endings: Vec<TransferEnd>, handler: &Arc<dyn Handler>) {
     }
 }
 
-/// Resumes the panic of a task. Only a panic of the handler makes a task fail. The transport then
-/// ends, and the peers notice.
+/// Resumes the panic of a task, if it panicked. A task panics only if the handler does. The
+/// transport then ends, and the peers notice.
 fn rethrow(task: Result<(), tokio::task::JoinError>) {
     if let Err(error) = task
         && error.is_panic()

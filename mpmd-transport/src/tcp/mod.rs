@@ -44,15 +44,16 @@ use state::TcpState;
 pub struct TcpConfig {
     /// The id of this process.
     pub process: ProcessId,
-    /// The address at which each process listens, by process. This process's own entry is ignored.
+    /// Each process's listening address, by process. This process's own element is ignored.
     pub peers: Vec<SocketAddr>,
-    /// The job's secret. An end that does not prove to know it is no peer.
+    /// The job's secret token. A connection whose other end cannot prove that it knows the token is
+    /// refused.
     pub token: [u8; 32],
-    /// The incarnation of the job, the same on every process.
+    /// The epoch of the job: the number of the incarnation, the same on every process.
     pub epoch: u64,
-    /// The peer timeout: all peers together must connect within it.
+    /// Time limit for connecting to all peers together.
     pub peer_timeout: Duration,
-    /// The pool for control payloads.
+    /// The pool that supplies buffers for received control payloads.
     pub pool: Pool,
 }
 
@@ -68,17 +69,17 @@ impl fmt::Debug for TcpConfig {
     }
 }
 
-/// The transport over sockets; created by [`PeerListener::connect`].
+/// The transport over TCP sockets, created by [`PeerListener::connect`].
 ///
-/// If dropped without [`Transport::shutdown`], it closes its sockets at once, which peers see as
-/// its death. Open tickets then end with [`Closed`](crate::TransportError::Closed), on the
-/// transport's thread.
+/// If dropped without [`Transport::shutdown`], it closes its sockets at once, and peers treat the
+/// process as dead. The transport's thread then ends open tickets with
+/// [`Closed`](crate::TransportError::Closed).
 pub struct Tcp {
     shared: Arc<TcpState>,
-    /// Passes the handler to the transport's thread. Taken by `start`.
+    /// Sends the handler to the transport's thread; `None` once `start` was called.
     start: Mutex<Option<oneshot::Sender<Arc<dyn Handler>>>>,
-    /// Asks the thread to close. Taken by `shutdown`. If it is dropped unused, the thread closes
-    /// everything at once.
+    /// Asks the transport's thread to close; `None` once `shutdown` was called. If dropped unused,
+    /// the thread closes everything at once.
     close: Mutex<Option<oneshot::Sender<CloseRequest>>>,
 }
 

@@ -14,24 +14,25 @@ use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind, ProcessId};
 
 use super::state::TcpState;
 
-/// Time that the second connection of a peer may stand still once the first has ended.
+/// Time without received bytes after which a peer's second connection is closed once the first has
+/// ended.
 pub(super) const LINGER: Duration = Duration::from_secs(1);
 
-/// Limit on the bytes of one read, as for writing.
+/// Largest number of bytes in one system call that reads.
 const READ_BYTES: usize = 512 << 10;
-/// Limit on the bytes of small control messages that are read ahead, to save system calls.
+/// Largest number of bytes read beyond the current control message, which saves system calls.
 const AHEAD_BYTES: usize = 16 << 10;
-/// Number of control messages delivered before other tasks get a turn on the thread.
+/// Number of control messages that are delivered before other tasks run on the transport's thread.
 const MESSAGES_AT_A_TIME: u64 = 64;
-/// A discarded payload is read in pieces of this many bytes.
+/// Number of bytes read at a time from a payload that is discarded.
 const DISCARD_BYTES: usize = 64 << 10;
 
 /// The reason why nothing more is read from a connection.
 #[derive(Debug)]
 pub(super) enum ReadEnd {
-    /// The connection has ended.
+    /// The connection has ended. Contains the reason.
     Closed(String),
-    /// The peer sent an invalid message.
+    /// The peer sent an invalid message. Contains the fault.
     Protocol(String),
 }
 
@@ -41,7 +42,7 @@ impl From<io::Error> for ReadEnd {
     }
 }
 
-/// Reads both connections of a peer until the peer is down; returns the reason.
+/// Reads both connections of a peer until the peer is gone. Returns the reason.
 pub(super) async fn read(
     shared: &Arc<TcpState>,
     peer: ProcessId,
@@ -93,8 +94,8 @@ pub(super) async fn read(
 
 /// The receiving half of a connection.
 trait ReceivingHalf {
-    /// Reads available bytes; 0 at the end of the stream. Never waits: without bytes, fails with
-    /// `WouldBlock`.
+    /// Reads the bytes that have arrived, without waiting. Returns 0 at the end of the stream;
+    /// fails with `WouldBlock` if no byte has arrived.
     fn try_read(&self, into: &mut [u8]) -> io::Result<usize>;
 
     /// Waits until there may be bytes to read.
@@ -111,17 +112,17 @@ impl ReceivingHalf for OwnedReadHalf {
     }
 }
 
-/// Reads the messages of a peer.
+/// Reads the messages from one peer, on both connections.
 struct PeerReader<'a> {
     shared: &'a Arc<TcpState>,
     peer: ProcessId,
     handler: &'a Arc<dyn Handler>,
-    /// Number of completed reads.
+    /// Number of system calls that have read bytes.
     progress: AtomicU64,
 }
 
 impl PeerReader<'_> {
-    /// Waits until no read was completed for [`LINGER`].
+    /// Waits until no byte was read for [`LINGER`].
     async fn stands_still(&self) {
         let mut seen = self.progress.load(Ordering::Relaxed);
         loop {
@@ -194,8 +195,8 @@ impl PeerReader<'_> {
         }
     }
 
-    /// Reads one message from the bulk connection and delivers it. Its payload waits until it is
-    /// fetched or discarded.
+    /// Reads one message from the bulk connection and delivers it. Then waits until the receiver
+    /// fetches or discards the payload.
     async fn bulk_message(&self, half: &impl ReceivingHalf) -> Result<(), ReadEnd> {
         let mut header = [0; HEADER_BYTES];
         let mut filled = 0;
@@ -232,8 +233,8 @@ impl PeerReader<'_> {
         }
     }
 
-    /// Reads a payload into the buffer `into`. Calls `then` in every case, also if the reading
-    /// fails or is cancelled.
+    /// Reads a payload into the buffer `into`, and calls `then` with the result. Calls `then` also
+    /// if the read fails or is cancelled.
     async fn fill(
         &self,
         half: &impl ReceivingHalf,
@@ -273,7 +274,8 @@ impl PeerReader<'_> {
         Ok(())
     }
 
-    /// Decodes a header, and checks that its kind belongs on this connection: bulk or control.
+    /// Decodes a header. Checks that messages of its kind are sent on this connection (bulk or
+    /// control).
     fn decode(&self, bytes: &[u8; HEADER_BYTES], bulk: bool) -> Result<Header, ReadEnd> {
         let header = Header::decode(bytes).map_err(|error| ReadEnd::Protocol(error.to_string()))?;
         if (header.kind == MessageKind::Data) != bulk {
@@ -285,7 +287,7 @@ impl PeerReader<'_> {
         Ok(header)
     }
 
-    /// Fills the buffer `into`.
+    /// Reads bytes until the buffer `into` is full.
     async fn all(&self, half: &impl ReceivingHalf, mut into: &mut [u8]) -> Result<(), ReadEnd> {
         while !into.is_empty() {
             let read = self.some(half, into).await?;
@@ -301,7 +303,8 @@ impl PeerReader<'_> {
         Ok(())
     }
 
-    /// Reads available bytes, waiting for at least one; returns 0 at the end of the stream.
+    /// Reads the bytes that have arrived, and waits for at least one. Returns 0 at the end of the
+    /// stream.
     async fn some(&self, half: &impl ReceivingHalf, into: &mut [u8]) -> io::Result<usize> {
         let room = into.len().min(READ_BYTES);
         loop {
@@ -316,7 +319,7 @@ impl PeerReader<'_> {
     }
 }
 
-/// Returns the end of a connection after `within` bytes of a message.
+/// Returns the reason for a connection that ended after `within` bytes of a message.
 fn ended(within: usize) -> ReadEnd {
     let why = if within == 0 {
         "its connection was closed"
@@ -326,15 +329,15 @@ fn ended(within: usize) -> ReadEnd {
     ReadEnd::Closed(why.to_owned())
 }
 
-/// Allocates a buffer for a control payload. If the pool is exhausted, the buffer comes from
-/// outside the pool: control messages tell the peers about that exhaustion. There is one at a time
-/// for each peer.
+/// Allocates a buffer for a control payload. If the pool is exhausted, allocates the buffer outside
+/// the pool, because control messages report that very exhaustion to peers. Each peer has at most
+/// one such buffer at a time.
 fn control_buffer(pool: &Pool, bytes: usize) -> OwnedBuffer {
     pool.allocate(bytes)
         .unwrap_or_else(|_| OwnedBuffer::from(vec![0; bytes]))
 }
 
-/// Bytes that were read ahead of the current message.
+/// Bytes that were read beyond the current message.
 struct ReadAhead {
     bytes: Vec<u8>,
     start: usize,
@@ -346,7 +349,7 @@ impl ReadAhead {
         self.end - self.start
     }
 
-    /// Returns the free room behind the bytes, which are moved to the front first.
+    /// Returns the free part of the buffer. Moves the unread bytes to the front first.
     fn room(&mut self) -> &mut [u8] {
         if self.start > 0 {
             self.bytes.copy_within(self.start..self.end, 0);
@@ -363,12 +366,12 @@ impl ReadAhead {
     }
 }
 
-/// A bulk payload that still lies in the sockets.
+/// A bulk payload that has not been read from the socket yet.
 struct SocketPayload {
     shared: Arc<TcpState>,
     peer: ProcessId,
     bytes: u64,
-    /// Passes the buffer to the reading task; `None` once fetched.
+    /// Sends the buffer to the task that reads the payload; `None` once the payload was fetched.
     asks: Option<oneshot::Sender<PayloadTarget>>,
 }
 
@@ -393,18 +396,18 @@ impl Fetch for SocketPayload {
     }
 }
 
-/// The destination of a payload.
+/// The buffer for a payload, and the callback for its fetch.
 struct FetchTarget {
     into: OwnedBuffer,
     then: FetchDone,
 }
 
-/// The destination of a payload, on its way to the reading task. That task
-/// may end before it takes the destination. Then the drop of this object fails the fetch.
+/// A [`FetchTarget`] on its way to the task that reads the payload. If that task ends first,
+/// dropping this fails the fetch.
 struct PayloadTarget {
     shared: Arc<TcpState>,
     peer: ProcessId,
-    /// `None` once taken.
+    /// `None` once the reading task has taken the target.
     target: Option<FetchTarget>,
 }
 
@@ -421,7 +424,7 @@ impl Drop for PayloadTarget {
     }
 }
 
-/// A guard that fails a fetch when it is dropped, unless the fetch has been completed.
+/// Fails a fetch when dropped, unless the fetch has completed.
 struct FetchGuard<'a> {
     shared: &'a TcpState,
     peer: ProcessId,

@@ -29,7 +29,7 @@ impl TcpState {
         self.peers.len()
     }
 
-    /// Queues a message to a peer, on the connection for its kind.
+    /// Queues a message to a peer on the connection for the message's kind.
     pub(super) fn post(
         &self,
         to: ProcessId,
@@ -45,8 +45,8 @@ impl TcpState {
         line.post(&header, payload, ticket, !data, &self.endings);
     }
 
-    /// Returns the error for a message or payload of a peer that will not come: `Closed` if this
-    /// transport is closing, else `PeerGone`.
+    /// Returns the error for a message or payload that a peer will never send. It is `Closed` if
+    /// this transport is closing, else `PeerGone`.
     pub(super) fn lost(&self, peer: ProcessId, why: &str) -> TransportError {
         if self.closing.load(Ordering::Acquire) {
             TransportError::Closed

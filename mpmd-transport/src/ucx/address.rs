@@ -6,9 +6,9 @@ use super::{settings, sys};
 use crate::transport::TransportError;
 use mpmd_proto::wire::{ProcessId, VERSION};
 
-/// A worker's address as a process publishes it: `wire version/UCX version/checksum/hex`. `/cuda`
-/// follows if its UCX moves memory of CUDA devices. UCX reads addresses without checking their
-/// length, so a damaged one must not reach it.
+/// The published address of a process's UCX worker, as text: `wire version/UCX
+/// version/checksum/hex`. `/cuda` follows if the process's UCX can move memory of CUDA devices. The
+/// checksum is needed because UCX reads addresses without checking their length.
 pub(super) struct UcxAddress {
     pub(super) worker: Vec<u8>,
     pub(super) moves_cuda: bool,
@@ -17,7 +17,7 @@ pub(super) struct UcxAddress {
 const CUDA: &str = "cuda";
 
 impl UcxAddress {
-    /// Returns the text for a worker's address.
+    /// Returns the text that publishes a worker's address.
     pub(super) fn format(worker: &[u8], ucx: &str, moves_cuda: bool) -> String {
         let mut text = format!("{VERSION}/{ucx}/{:016x}/", checksum(worker));
         for byte in worker {
@@ -31,7 +31,7 @@ impl UcxAddress {
         text
     }
 
-    /// Returns this process's text about UCX that all processes must share.
+    /// Returns a text about this process's UCX library that must be equal on all processes.
     pub(super) fn common() -> String {
         let version = sys::library()
             .map(sys::UcxLibrary::version)
@@ -39,10 +39,11 @@ impl UcxAddress {
         settings::common(&version, |variable| std::env::var(variable).ok())
     }
 
-    /// Parses the address of `peer`, which must have the same wire version, UCX version and size of
-    /// parts over TCP.
+    /// Parses the address of `peer`. It must have this process's wire version, UCX version and size
+    /// of parts over TCP.
     ///
-    /// UCX needs one version on both sides: addresses and protocols change between versions.
+    /// UCX needs the same version on both sides, because addresses and protocols change between
+    /// versions.
     pub(super) fn parse(text: &str, peer: ProcessId) -> Result<Self, TransportError> {
         let wrong = |why: String| TransportError::Protocol { peer, why };
 
@@ -77,14 +78,14 @@ impl UcxAddress {
     }
 }
 
-/// Returns the 64-bit FNV-1a hash (Fowler, Noll, Vo).
+/// Returns the 64-bit FNV-1a hash (Fowler, Noll, Vo) of `bytes`.
 fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
         (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
     })
 }
 
-/// Returns the bytes that hexadecimal digits stand for; `None` if there are none, or others.
+/// Decodes pairs of hexadecimal digits into bytes. Returns `None` for an empty or invalid text.
 fn bytes(hex: &str) -> Option<Vec<u8>> {
     if hex.is_empty()
         || !hex.len().is_multiple_of(2)

@@ -22,7 +22,7 @@ use super::{Spin, UcxConfig, settings, sys};
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
 
-/// The limits of the engine's polling before it sleeps.
+/// The constants of the engine's spin policy: how long it polls before it sleeps.
 const PACE: SpinPace = SpinPace {
     first: Duration::from_micros(50),
     longest: Duration::from_micros(50),
@@ -32,14 +32,14 @@ const PACE: SpinPace = SpinPace {
     alone: Duration::from_micros(2),
     most_skipped: 0,
 };
-/// Limit of a sleep, in case UCX does not wake the engine.
+/// Longest sleep of the engine, in case UCX fails to wake it.
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
-/// Limit of a sleep while a deadline is pending.
+/// Longest sleep of the engine while one of its deadlines is pending.
 const SHORT_SLEEP: Duration = Duration::from_millis(5);
 
-/// An engine with its thread running.
+/// An engine whose thread is running and has opened UCX.
 pub(super) struct StartedEngine {
-    /// The address for peers.
+    /// The worker's address, which the process publishes to its peers.
     pub(super) address: String,
     pub(super) queue: Arc<CommandQueue>,
 }
@@ -72,8 +72,8 @@ pub(super) fn start(processes: usize) -> Result<StartedEngine, TransportError> {
     told.recv().unwrap_or(Err(TransportError::Closed))
 }
 
-/// Creates the worker for a job of `processes` processes. Fails if there is no library or UCX
-/// cannot be opened. The engine and `examine` use it.
+/// Creates the worker for a job of `processes` processes, for the engine or for `examine`. Fails if
+/// there is no UCX library or if UCX cannot be opened.
 pub(super) fn worker(processes: usize) -> Result<UcxWorker, TransportError> {
     let library = sys::library().map_err(|why| TransportError::Unavailable {
         transport: super::NAME,
@@ -84,7 +84,7 @@ pub(super) fn worker(processes: usize) -> Result<UcxWorker, TransportError> {
 }
 
 impl UcxEngine {
-    /// Opens UCX for a job of `processes` processes. The engine belongs to the calling thread.
+    /// Opens UCX for a job of `processes` processes. The engine must stay on the calling thread.
     fn open(processes: usize) -> Result<Self, TransportError> {
         let worker = worker(processes)?;
         worker
@@ -113,7 +113,7 @@ impl UcxEngine {
         })
     }
 
-    /// Returns the address for peers.
+    /// Returns the worker's address, which the process publishes to its peers.
     fn address(&self) -> Result<String, TransportError> {
         let worker = self.worker.address();
         let worker = worker.map_err(|error| error.environment("opening UCX"))?;
@@ -173,7 +173,7 @@ impl UcxEngine {
         self.end();
     }
 
-    /// Sleeps until UCX or a command has work for the engine.
+    /// Sleeps until UCX reports work or another thread queues a command.
     fn sleep(&self) {
         if !self.queue.rest() {
             return;
@@ -202,7 +202,7 @@ impl UcxEngine {
         self.queue.rise();
     }
 
-    /// Carries out a command; of a post, only stores the message.
+    /// Handles a command from another thread. A message to post is only stored, to be sent later.
     fn carry_out(&mut self, command: EngineCommand) {
         if !matches!(command, EngineCommand::Post { .. }) {
             self.send_stored();

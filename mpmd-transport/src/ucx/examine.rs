@@ -3,11 +3,12 @@
 use super::{UcxReport, engine, sys};
 use crate::transport::TransportError;
 
-/// Opens UCX as a job does, and reports its library.
+/// Opens UCX as a job does, and reports the version and file of its library.
 ///
 /// # Errors
 ///
-/// If there is no library, or if UCX cannot be opened or finds nothing that it can use.
+/// If there is no library, or if UCX cannot be opened or finds no network or memory that it can
+/// use.
 pub fn examine() -> Result<UcxReport, TransportError> {
     drop(engine::worker(2)?);
     let library = sys::library().map_err(|why| TransportError::Unavailable {

@@ -16,25 +16,25 @@ use crate::transport::{Ticket, TransportError};
 use mpmd_base::deadline::after;
 use mpmd_proto::wire::ProcessId;
 
-/// Extra time, beyond its deadline, that a leaving process gives the peers to hear its goodbye.
+/// Time that a shutdown waits beyond its deadline for peers to answer its goodbye.
 pub(super) const LAST_CALL: Duration = Duration::from_millis(500);
-/// Time limit for closing the endpoints in order.
+/// Time limit for closing the endpoints after the goodbyes.
 const CLOSE_WITHIN: Duration = Duration::from_millis(200);
 
-/// Limit on the rounds, after the end, in which late commands are answered with an error. Later
+/// Number of times that an engine that has ended still answers late commands with an error. Later
 /// commands are dropped.
 const LAST_ROUNDS: usize = 1000;
 
 impl UcxLeaving {
-    /// Returns true if messages are no longer delivered, because goodbye was sent.
+    /// Returns true once the goodbye was sent. From then on, no messages are delivered.
     pub(super) fn is_deaf(&self) -> bool {
         self.goodbye.is_some()
     }
 }
 
 impl UcxEngine {
-    /// Begins the shutdown: new messages are refused, and pending operations have the time `within`
-    /// to end. Does not wait. `closed` is notified when nothing more reaches the handler.
+    /// Begins the shutdown: refuses new messages, and gives pending operations the time `within` to
+    /// end. Does not wait. `closed` is notified once the handler is not called any more.
     pub(super) fn begin_to_leave(&mut self, within: Duration, closed: Option<Sender<()>>) {
         match &mut self.leaving {
             // Dropped after a shutdown: nothing to add.
@@ -51,7 +51,7 @@ impl UcxEngine {
         }
     }
 
-    /// Handles the goodbye of a peer: marks the peer as gone, tells the handler, and answers.
+    /// Handles a peer's goodbye: marks the peer as gone, tells the handler, and answers.
     pub(super) fn goodbye(&mut self, from: ProcessId) {
         let peer = &mut self.peers[from.index()];
         peer.heard_bye = true;
@@ -63,8 +63,8 @@ impl UcxEngine {
         self.answer_goodbye(from);
     }
 
-    /// Answers a goodbye of `to`, once nothing is being fetched from `to`. Then closes the
-    /// endpoint.
+    /// Answers the goodbye of the peer `to` once this process fetches nothing from it. Then closes
+    /// the endpoint.
     pub(super) fn answer_goodbye(&mut self, to: ProcessId) {
         let peer = &mut self.peers[to.index()];
         if peer.heard_bye && !peer.answered && peer.fetching == 0 {
@@ -78,7 +78,8 @@ impl UcxEngine {
         }
     }
 
-    /// Does the next step of the shutdown without waiting. Returns true once the shutdown is done.
+    /// Advances the shutdown by one step without waiting. Returns true once the shutdown is
+    /// complete.
     pub(super) fn leave(&mut self) -> bool {
         let now = Instant::now();
         let Some(mut leaving) = self.leaving.take() else {
@@ -137,7 +138,8 @@ impl UcxEngine {
         }
     }
 
-    /// Fails everything that is left, destroys the worker and notifies the callers of `shutdown`.
+    /// Fails all operations and commands that are left, destroys the worker, and notifies the
+    /// callers of `shutdown`.
     pub(super) fn end(mut self) {
         self.end_operations(|_| true, &TransportError::Closed);
         for payload in self.payloads.keys().copied().collect::<Vec<_>>() {

@@ -22,9 +22,9 @@ use mpmd_handshake::token::random_bytes;
 use mpmd_proto::wire::{ProcessId, VERSION};
 
 const MAGIC: [u8; 8] = *b"MPMDUCX\0";
-/// Limit on the hellos that are kept until this process starts to connect.
+/// Limit on the number of handshake messages that are kept until this process starts to connect.
 const HELLOS_KEPT: usize = 1 << 16;
-/// Time for which connecting goes on after a failure, so that the peers still learn the reason.
+/// Time for which handshakes go on after connecting has failed, so that peers learn the reason.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 impl UcxMeeting {
@@ -37,7 +37,7 @@ impl UcxMeeting {
 }
 
 impl UcxEngine {
-    /// Begins to connect to all peers of `config`. `reply` gets the result.
+    /// Begins to connect to all peers of `config`. The result is sent to `reply` later.
     pub(super) fn connect(
         &mut self,
         config: UcxConfig,
@@ -91,7 +91,8 @@ impl UcxEngine {
         }
     }
 
-    /// Connects to all peers, and calls the lower ones.
+    /// Creates endpoints to all peers, and sends the first handshake message to those with lower
+    /// ids.
     fn call_all(&mut self, config: &UcxConfig, party: &Party) -> Result<(), TransportError> {
         let peers = (0..)
             .map(ProcessId)
@@ -138,13 +139,13 @@ impl UcxEngine {
         Ok(())
     }
 
-    /// Sends a part of a handshake.
+    /// Sends a handshake message to `peer`.
     fn say_to(&mut self, peer: ProcessId, bytes: Vec<u8>) {
         let header = self.me.0.to_le_bytes();
         self.send_with(peer, id::MEET, &header, Some(bytes.into()));
     }
 
-    /// Handles a message of a handshake, or keeps it until this process connects.
+    /// Handles a received handshake message, or keeps it until this process starts to connect.
     pub(super) fn greeted(&mut self, header: &[u8], body: MessageBody) {
         match (header.first_chunk(), body) {
             (Some(from), MessageBody::Here(bytes)) => {
@@ -154,7 +155,7 @@ impl UcxEngine {
         }
     }
 
-    /// Handles a message of a handshake that claims to come from `from`.
+    /// Handles a handshake message. Its sender claims to be the process `from`.
     fn heard(&mut self, from: ProcessId, bytes: &[u8]) {
         let Some(mut meeting) = self.meeting.take() else {
             // Kept if this process has not started to connect yet.
@@ -179,8 +180,9 @@ impl UcxEngine {
         self.meeting = Some(meeting);
     }
 
-    /// Takes a message of a handshake, and replies. Fails if the peer has proved itself, but does
-    /// not fit this process. The inner error is a refusal of the message, which then has no effect.
+    /// Handles a handshake message and replies. Fails if the peer has proved that it knows the
+    /// token but cannot work with this process. The inner error is the reason why the message was
+    /// ignored.
     fn shake_hands(
         &mut self,
         party: &Party,
@@ -254,7 +256,8 @@ impl UcxEngine {
         fits.map(Ok)
     }
 
-    /// Ends the connecting if all peers have been met, if it has failed, or if the time is over.
+    /// Ends the handshakes if all peers are connected, if one has failed, or if the time limit is
+    /// over.
     pub(super) fn meet(&mut self) {
         let Some(mut meeting) = self.meeting.take() else {
             return;
@@ -325,7 +328,8 @@ impl UcxEngine {
         }
     }
 
-    /// Returns UCX's description of the lanes to each peer, by process; empty for this process.
+    /// Returns UCX's description of the connections (lanes) to each peer, by process; empty for
+    /// this one.
     fn lanes(&self) -> Vec<String> {
         let lanes = self.peers.iter().zip(0..).map(|(peer, id)| {
             let lanes = peer

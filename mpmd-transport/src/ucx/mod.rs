@@ -96,7 +96,7 @@ pub use transport::{OpenedUcx, Ucx};
 
 pub use mpmd_base::block::Spin;
 
-/// The transport's name as the user writes it.
+/// The transport's name in options and environment variables.
 pub const NAME: &str = "ucx";
 
 /// The parameters of [`OpenedUcx::connect`].
@@ -104,19 +104,19 @@ pub const NAME: &str = "ucx";
 pub struct UcxConfig {
     /// The id of this process.
     pub process: ProcessId,
-    /// The [`OpenedUcx::address`] of each process, by process. This process's own entry is ignored.
+    /// Each process's [`OpenedUcx::address`], by process. This process's own element is ignored.
     pub peers: Vec<String>,
-    /// The job's secret. A process that does not prove to know it is no peer.
+    /// The job's secret token. A process that cannot prove that it knows the token is refused.
     pub token: [u8; 32],
-    /// The incarnation of the job, the same on every process.
+    /// The epoch of the job: the number of the incarnation, the same on every process.
     pub epoch: u64,
-    /// The peer timeout: all peers together must connect within it.
+    /// Time limit for connecting to all peers together.
     pub peer_timeout: Duration,
-    /// The pool for copies of payloads that arrive with their message.
+    /// The pool that supplies buffers for payloads that UCX delivers together with their message.
     pub pool: Pool,
     /// The time for which the engine polls for work before it sleeps.
     pub spin: Spin,
-    /// Number of the job's processes on this host, this one included. [`Spin::Auto`] needs it.
+    /// Number of processes of the job on this host, including this one. [`Spin::Auto`] needs it.
     pub neighbours: usize,
 }
 
@@ -134,7 +134,7 @@ impl fmt::Debug for UcxConfig {
     }
 }
 
-/// The UCX library of this machine.
+/// The UCX library that this process has loaded.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct UcxReport {
     /// The version of the library in use, such as `1.12.1`.

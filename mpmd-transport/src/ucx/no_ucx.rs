@@ -9,11 +9,11 @@ use crate::transport::{Handler, Ticket, Transport, TransportError};
 use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// UCX, opened but not connected. Has no values without the feature `ucx`.
+/// UCX, opened but not connected. Cannot be created without the feature `ucx`.
 #[derive(Debug)]
 pub struct OpenedUcx(Infallible);
 
-/// The transport over UCX. Has no values without the feature `ucx`.
+/// The transport over UCX. Cannot be created without the feature `ucx`.
 #[derive(Debug)]
 pub struct Ucx(Infallible);
 

@@ -19,13 +19,14 @@ use mpmd_proto::wire::{Header, ProcessId};
 
 /// The result of connecting to all peers. Both lists are indexed by process.
 pub(super) struct ConnectedPeers {
-    /// UCX's own description of the lanes to each peer.
+    /// UCX's own description of the connections (lanes) to each peer.
     pub(super) lanes: Vec<String>,
-    /// True if memory of CUDA devices can be sent without a copy: UCX on both ends supports it.
+    /// True for each process to which memory of CUDA devices is sent without a copy through the
+    /// host. Both processes' UCX must support it.
     pub(super) moves_cuda: Vec<bool>,
 }
 
-/// A request to the engine.
+/// A command from another thread to the engine.
 pub(super) enum EngineCommand {
     Connect(
         Box<UcxConfig>,
@@ -47,37 +48,37 @@ pub(super) enum EngineCommand {
     Discard {
         payload: u64,
     },
-    /// Shuts out the peer, because another part of the program knows that it is gone.
+    /// Treats the peer as gone, because another part of the program has found it dead.
     GiveUp {
         peer: ProcessId,
         why: String,
     },
-    /// Closes in order within the time limit, and notifies the sender at the end.
+    /// Closes the transport in order within the time limit, then notifies the sender.
     Close(Duration, mpsc::Sender<()>),
-    /// Closes at once: the transport was dropped.
+    /// Closes the transport at once, because it was dropped.
     Abandon,
 }
 
-/// Commands on their way to the engine.
+/// The queue of commands from other threads to the engine.
 pub(super) struct CommandQueue {
     list: Mutex<CommandList>,
-    /// True if there may be commands in the list.
+    /// True if the list may contain commands.
     some: AtomicBool,
-    /// True if the engine sleeps, or is about to.
+    /// True if the engine sleeps or is about to.
     asleep: AtomicBool,
     signal: Signal,
 }
 
-/// The commands of all threads but the engine's.
+/// Commands that were queued by threads other than the engine's.
 struct CommandList {
     commands: Vec<EngineCommand>,
-    /// True once the engine takes no more commands.
+    /// True once the engine accepts no more commands.
     ended: bool,
 }
 
-/// The commands that an engine's thread gives to its own engine.
+/// Commands that the engine's own thread queues for its engine, for example from a handler.
 struct OwnCommands {
-    /// The address of the engine's queue; null if no engine runs on this thread.
+    /// The address of the engine's queue; null if this thread does not run an engine.
     queue: *const CommandQueue,
     commands: Vec<EngineCommand>,
 }
@@ -101,12 +102,13 @@ impl CommandQueue {
         }
     }
 
-    /// Makes this thread the engine's: its own commands need no lock from here on.
+    /// Registers this thread as the engine's. Commands that it queues itself then need no lock.
     pub(super) fn adopt_thread(&self) {
         OWN.with_borrow_mut(|own| own.queue = self);
     }
 
-    /// Runs `act` on the list of this thread if it is the engine's. Otherwise returns `None`.
+    /// Calls `act` with this thread's own list of commands. Returns `None` if the thread does not
+    /// run this queue's engine.
     fn on_own<T>(&self, act: impl FnOnce(&mut Vec<EngineCommand>) -> T) -> Option<T> {
         // A thread that is ending has lost its list, and is not the engine's.
         let done = OWN.try_with(|own| {
@@ -116,8 +118,8 @@ impl CommandQueue {
         done.ok().flatten()
     }
 
-    /// Queues a command and wakes the engine. After the engine's end, returns the command as an
-    /// error.
+    /// Queues a command and wakes the engine. After the engine has ended, returns the command as
+    /// the error.
     pub(super) fn push(&self, command: EngineCommand) -> Result<(), EngineCommand> {
         let mut command = Some(command);
         self.on_own(|commands| commands.extend(command.take()));
@@ -141,7 +143,7 @@ impl CommandQueue {
         Ok(())
     }
 
-    /// Moves all commands to `into`, which is empty. Called on the engine's thread.
+    /// Moves all queued commands to `into`, which must be empty. Called on the engine's thread.
     pub(super) fn take(&self, into: &mut Vec<EngineCommand>) {
         self.on_own(|commands| std::mem::swap(commands, into));
         if self.some.load(Ordering::Relaxed) && self.some.swap(false, Ordering::SeqCst) {
@@ -154,8 +156,8 @@ impl CommandQueue {
         }
     }
 
-    /// Announces that the engine is about to sleep. Returns false, and announces nothing, if there
-    /// are commands.
+    /// Announces that the engine is about to sleep. If commands are queued, announces nothing and
+    /// returns false.
     pub(super) fn rest(&self) -> bool {
         if self
             .on_own(|commands| !commands.is_empty())
@@ -176,7 +178,7 @@ impl CommandQueue {
         self.asleep.store(false, Ordering::SeqCst);
     }
 
-    /// Returns all commands. If there are none, ends the queue and returns `None`.
+    /// Returns all queued commands. If there are none, closes the queue and returns `None`.
     pub(super) fn take_or_end(&self) -> Option<Vec<EngineCommand>> {
         let mut commands = self.on_own(std::mem::take).unwrap_or_default();
         let mut list = self.list.lock();
@@ -190,7 +192,7 @@ impl CommandQueue {
         Some(commands)
     }
 
-    /// Ends the queue; returns the commands that were not carried out.
+    /// Closes the queue and returns the commands that were not handled.
     pub(super) fn end(&self) -> Vec<EngineCommand> {
         let mut commands = self.leave_thread();
         let mut list = self.list.lock();
@@ -199,7 +201,7 @@ impl CommandQueue {
         commands
     }
 
-    /// Ends the work of [`CommandQueue::adopt_thread`]; returns the commands of this thread.
+    /// Undoes [`CommandQueue::adopt_thread`]. Returns the commands that this thread has queued.
     fn leave_thread(&self) -> Vec<EngineCommand> {
         let left = OWN.try_with(|own| {
             let mut own = own.borrow_mut();
@@ -213,14 +215,14 @@ impl CommandQueue {
     }
 }
 
-/// A handle to the payload of a received message, which still lies with its sender. A fetch copies
-/// it here. Dropping the handle without a fetch discards the payload.
+/// A handle to a received payload that is still in the sender's memory. A fetch copies it to this
+/// process. Dropping the handle without a fetch discards the payload.
 pub(super) struct RemotePayload {
     pub(super) queue: Arc<CommandQueue>,
     pub(super) payload: u64,
     pub(super) from: ProcessId,
     pub(super) bytes: u64,
-    /// True once it was fetched; then `drop` discards nothing.
+    /// True once the payload was fetched; then dropping the handle discards nothing.
     pub(super) taken: bool,
 }
 

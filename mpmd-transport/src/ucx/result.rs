@@ -11,7 +11,7 @@ use std::ptr::{NonNull, null, null_mut};
 use super::sys::{self, Functions, UcxStatus};
 use crate::transport::TransportError;
 
-/// An error of a UCX function.
+/// An error status that a UCX function returned.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct UcxError {
     call: &'static str,
@@ -25,12 +25,12 @@ impl fmt::Display for UcxError {
 }
 
 impl UcxError {
-    /// Creates the error of the UCX function `call`, which has returned `status`.
+    /// Creates the error of the UCX function `call`, which returned `status`.
     pub(super) fn new(call: &'static str, status: UcxStatus) -> Self {
         Self { call, status }
     }
 
-    /// Converts the error into a fault of this process during the action `doing`.
+    /// Converts the error to [`TransportError::Environment`], with `doing` as the failed operation.
     pub(super) fn environment(&self, doing: impl Into<String>) -> TransportError {
         TransportError::Environment {
             doing: doing.into(),
@@ -58,7 +58,7 @@ pub(super) fn describe(status: UcxStatus) -> String {
     format!("{} ({})", words.unwrap_or_default(), status.0)
 }
 
-/// Returns UCX's functions. The library has been loaded.
+/// Returns the functions of the UCX library, which must have been loaded.
 fn functions() -> &'static Functions {
     match sys::library() {
         Ok(library) => &library.functions,
@@ -75,11 +75,11 @@ fn check(call: &'static str, status: UcxStatus) -> Result<()> {
     }
 }
 
-/// The state of an operation after its start.
+/// The state of a UCX operation right after it was started.
 pub(super) enum StartedOperation {
-    /// The operation is in progress, with this request; its callback will be called.
+    /// The operation is in progress, as this UCX request. Its callback will be called.
     UnderWay(NonNull<c_void>),
-    /// The operation is over, with this status; its callback is not called.
+    /// The operation has ended with this status. Its callback is not called.
     Over(UcxStatus),
 }
 
@@ -90,8 +90,8 @@ fn started(pointer: *mut c_void) -> StartedOperation {
     }
 }
 
-/// Creates a context for about `processes` endpoints, with active messages and wake-up. `settings`
-/// are (name, value), in addition to the user's variables.
+/// Creates a UCX context for about `processes` endpoints, with active messages and wake-up.
+/// `settings` are pairs of name and value, applied in addition to the user's environment variables.
 ///
 /// # Safety
 ///
@@ -138,7 +138,7 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
     made("ucp_init", context)
 }
 
-/// Returns true if UCX can move memory of CUDA devices, in addition to host memory.
+/// Returns true if UCX can move memory of CUDA devices as well as host memory.
 ///
 /// # Safety
 ///
@@ -155,11 +155,11 @@ pub(super) unsafe fn context_moves_cuda(context: NonNull<Context>) -> Result<boo
     Ok(found.memory_types & (1 << sys::ucs_memory_type::UCS_MEMORY_TYPE_CUDA as u32) != 0)
 }
 
-/// UCX's context; used through pointers only.
+/// The type of a UCX context (`ucp_context`). It is opaque and used only through pointers.
 pub(super) type Context = ucx1_sys::ucp_context;
-/// UCX's worker; used through pointers only.
+/// The type of a UCX worker (`ucp_worker`). It is opaque and used only through pointers.
 pub(super) type Worker = ucx1_sys::ucp_worker;
-/// UCX's endpoint; used through pointers only.
+/// The type of a UCX endpoint (`ucp_ep`). It is opaque and used only through pointers.
 pub(super) type Endpoint = ucx1_sys::ucp_ep;
 
 fn made<T>(call: &'static str, pointer: *mut T) -> Result<NonNull<T>> {
@@ -179,7 +179,7 @@ pub(super) unsafe fn cleanup(context: NonNull<Context>) {
     unsafe { (functions().ucp_cleanup)(context.as_ptr()) }
 }
 
-/// Creates a worker for use by one thread. All events wake it.
+/// Creates a worker that one thread may use. Every kind of event wakes it.
 ///
 /// # Safety
 ///
@@ -241,7 +241,8 @@ pub(super) unsafe fn worker_descriptor(worker: NonNull<Worker>) -> Result<c_int>
     check("ucp_worker_get_efd", status).map(|()| descriptor)
 }
 
-/// Arms the worker. Returns false if it is not armed because it has work to do first.
+/// Arms the worker: its descriptor becomes readable at the next work. Returns false, and does not
+/// arm it, if the worker has work to do first.
 ///
 /// # Safety
 ///
@@ -267,7 +268,7 @@ pub(super) unsafe fn worker_signal(worker: NonNull<Worker>) -> Result<()> {
     })
 }
 
-/// Lets UCX work once. Returns true if it did anything.
+/// Calls UCX's progress function once. Returns true if it did any work.
 ///
 /// # Safety
 ///
@@ -277,8 +278,8 @@ pub(super) unsafe fn worker_progress(worker: NonNull<Worker>) -> bool {
     unsafe { (functions().ucp_worker_progress)(worker.as_ptr()) != 0 }
 }
 
-/// Registers `callback` for messages with this id. It gets whole messages, with the id as its
-/// argument.
+/// Registers `callback` for messages with the id `number`. It gets whole messages, with the id as
+/// its first argument.
 ///
 /// # Safety
 ///
@@ -290,7 +291,7 @@ pub(super) unsafe fn worker_on_message(
     callback: sys::MessageCallback,
 ) -> Result<()> {
     use sys::ucp_am_handler_param_field as field;
-    /// `UCP_AM_FLAG_WHOLE_MSG`: no callback for parts of a message.
+    /// `UCP_AM_FLAG_WHOLE_MSG`: the callback is called once per message, not for parts of it.
     const WHOLE: u32 = 1;
 
     // SAFETY: the structure has numbers, pointers and an optional callback; zero is valid for all
@@ -332,8 +333,8 @@ type ReceiveCallbackOfBindings =
 type ErrorCallbackOfBindings =
     unsafe extern "C" fn(*mut c_void, sys::ucp_ep_h, ucx1_sys::ucs_status_t);
 
-/// Connects to the worker with this address. When the peer fails, UCX ends every send, then calls
-/// `callback` with `argument`.
+/// Connects to the worker with this address. When the peer fails, UCX ends every send to it, then
+/// calls `callback` with `argument`.
 ///
 /// # Safety
 ///
@@ -373,8 +374,8 @@ pub(super) unsafe fn endpoint_create(
     made("ucp_ep_create", endpoint)
 }
 
-/// Closes an endpoint: at once, or after everything sent has left. A request that it returns is to
-/// be freed with [`request_free`].
+/// Closes an endpoint: at once, or after everything sent over it has left. The caller must free a
+/// returned request with [`request_free`].
 ///
 /// # Safety
 ///
@@ -383,7 +384,7 @@ pub(super) unsafe fn endpoint_close(
     endpoint: NonNull<Endpoint>,
     at_once: bool,
 ) -> StartedOperation {
-    /// `UCP_EP_CLOSE_FLAG_FORCE`.
+    /// `UCP_EP_CLOSE_FLAG_FORCE`: close without waiting for operations.
     const FORCE: u32 = 1;
     // SAFETY: as in `operation`.
     let mut params: sys::ucp_request_param_t = unsafe { zeroed() };
@@ -393,16 +394,16 @@ pub(super) unsafe fn endpoint_close(
     started(unsafe { (functions().ucp_ep_close_nbx)(endpoint.as_ptr(), &params) })
 }
 
-/// The protocol for a message.
+/// The protocol by which UCX sends a message's payload.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum SendProtocol {
-    /// The bytes go with the message; the receiver copies them.
+    /// The payload is sent with the message, and the receiver copies it.
     Eager,
-    /// The receiver fetches the bytes from the sender's memory, once it has a buffer for them.
+    /// The receiver fetches the payload from the sender's memory, once it has a buffer for it.
     Rendezvous,
 }
 
-/// The memory of an operation.
+/// The memory that an operation reads or writes.
 #[derive(Clone, Copy)]
 pub(super) struct OperationBytes {
     pub(super) start: *mut c_void,
@@ -411,7 +412,7 @@ pub(super) struct OperationBytes {
     pub(super) cuda: bool,
 }
 
-/// Returns the parameters of operation `number` on the memory `bytes`.
+/// Returns the UCX parameters of operation `number`, which uses the memory `bytes`.
 fn operation(number: usize, bytes: OperationBytes) -> sys::ucp_request_param_t {
     use sys::ucp_op_attr_t as field;
     // SAFETY: the structure has numbers, pointers, unions of pointers and an enumeration; zero is
@@ -430,14 +431,14 @@ fn operation(number: usize, bytes: OperationBytes) -> sys::ucp_request_param_t {
     params
 }
 
-/// Sends a message. At its end UCX calls `callback` with `number`, unless this returns
-/// [`StartedOperation::Over`].
+/// Sends a message. When the send ends, UCX calls `callback` with `number`, unless this function
+/// returns [`StartedOperation::Over`].
 ///
 /// # Safety
 ///
 /// The endpoint is alive, and this is its worker's thread. `payload` describes valid memory. Header
-/// and payload stay in place, unchanged, until the callback was called or this has returned
-/// [`StartedOperation::Over`].
+/// and payload stay in place, unchanged, until the callback was called or this function has
+/// returned [`StartedOperation::Over`].
 pub(super) unsafe fn message_send(
     endpoint: NonNull<Endpoint>,
     id: c_uint,
@@ -474,14 +475,14 @@ pub(super) unsafe fn message_send(
     })
 }
 
-/// Fetches the bytes that a descriptor stands for. At the end UCX calls `callback` with `number`,
-/// unless this returns [`StartedOperation::Over`].
+/// Fetches the payload that a descriptor identifies. When the fetch ends, UCX calls `callback` with
+/// `number`, unless this function returns [`StartedOperation::Over`].
 ///
 /// # Safety
 ///
 /// The worker is alive, and this is its thread. The descriptor came with a message of this worker,
-/// was kept, and is not used again. `into` describes valid memory of the length of the message. It
-/// stays in place, used by nobody else, until the callback was called or this has returned
+/// was kept, and is not used again. `into` describes valid memory of the payload's length. It stays
+/// in place, used by nothing else, until the callback was called or this function has returned
 /// [`StartedOperation::Over`].
 pub(super) unsafe fn message_fetch(
     worker: NonNull<Worker>,
@@ -509,11 +510,11 @@ pub(super) unsafe fn message_fetch(
     })
 }
 
-/// Discards the bytes that a descriptor stands for.
+/// Discards the payload that a descriptor identifies.
 ///
 /// # Safety
 ///
-/// For worker and descriptor, the conditions of [`message_fetch`] hold.
+/// The conditions of [`message_fetch`] hold for the worker and the descriptor.
 pub(super) unsafe fn message_discard(worker: NonNull<Worker>, descriptor: NonNull<c_void>) {
     // SAFETY: guaranteed by the caller.
     unsafe { (functions().ucp_am_data_release)(worker.as_ptr(), descriptor.as_ptr()) }
@@ -539,7 +540,7 @@ pub(super) unsafe fn request_free(request: NonNull<c_void>) {
     unsafe { (functions().ucp_request_free)(request.as_ptr()) }
 }
 
-/// Returns UCX's description of an endpoint, with its transports.
+/// Returns UCX's description of an endpoint, which names the networks that it uses.
 ///
 /// # Safety
 ///

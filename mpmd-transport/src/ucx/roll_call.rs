@@ -13,11 +13,13 @@ use super::traffic::prefix;
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
 
-/// Time that a peer has to answer. Even an engine that seldom gets a core answers far sooner.
+/// Time within which a peer must answer a ping. Even an engine that rarely gets a core is far
+/// faster.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
 impl UcxEngine {
-    /// Sends a ping to every connected peer, because the peer `dead` has died.
+    /// Sends a ping to every connected peer, because the peer `dead` has died and others may have
+    /// too.
     pub(super) fn begin_roll_call(&mut self, dead: ProcessId) {
         for to in (0..self.peers.len() as u32).map(ProcessId) {
             let peer = &mut self.peers[to.index()];
@@ -42,8 +44,8 @@ impl UcxEngine {
         }
     }
 
-    /// Ends the roll call once all peers have answered or the time is over. Shuts out the silent
-    /// peers.
+    /// Ends the roll call once all peers have answered its pings or the time is over. Treats peers
+    /// that have not answered as gone.
     pub(super) fn call_the_roll(&mut self) {
         let Some(roll_call) = &self.roll_call else {
             return;

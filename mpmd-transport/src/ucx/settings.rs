@@ -2,23 +2,24 @@
 //!
 //! A setting that the user has made, by a variable `UCX_*`, is never changed.
 
-/// A setting, by its name in the library's configuration.
+/// A setting of UCX that this transport changes unless the user has set it.
 struct UcxSetting {
     key: &'static str,
     value: &'static str,
-    /// The variables by which a user would make this setting.
+    /// The environment variables by which a user may make this setting. If the user has set one of
+    /// them, this transport does not change the setting.
     variables: &'static [&'static str],
 }
 
-/// Makes UCX notice a dead peer in seconds instead of minutes.
+/// Makes UCX notice a dead peer within seconds instead of minutes.
 const KEEPALIVE: UcxSetting = UcxSetting {
     key: "KEEPALIVE_INTERVAL",
     value: "2s",
     variables: &["UCX_KEEPALIVE_INTERVAL"],
 };
 
-/// Makes UCX use its POSIX shared memory. By default that says that it cannot detect failures, and
-/// UCX leaves it out silently.
+/// Makes UCX use its POSIX shared memory transport. Without this, that transport reports that it
+/// cannot detect failures, and UCX leaves it out silently.
 const POSIX: UcxSetting = UcxSetting {
     key: "POSIX_ERROR_HANDLING",
     value: "y",
@@ -29,29 +30,28 @@ const SYSV: UcxSetting = UcxSetting {
     value: "y",
     variables: &["UCX_SYSV_ERROR_HANDLING"],
 };
-/// Before UCX 1.17, the settings of both shared memory transports go by the prefix of their common
-/// table. This one setting is for both.
+/// The same as [`POSIX`] and [`SYSV`] for UCX before 1.17, where both transports share one setting.
 const SHARED_MEMORY: UcxSetting = UcxSetting {
     key: "MM_ERROR_HANDLING",
     value: "y",
     variables: &["UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING"],
 };
 
-/// Makes UCX send large payloads over TCP in parts of 256 KiB instead of 64. With failure detection
-/// UCX receives such payloads part by part, and each part costs system calls.
+/// Makes UCX send large payloads over TCP in parts of 256 KiB instead of 64 KiB. With failure
+/// detection UCX receives such payloads part by part, and each part costs system calls.
 const TCP_PARTS: UcxSetting = UcxSetting {
     key: "TCP_RX_SEG_SIZE",
     value: "256k",
     variables: &["UCX_TCP_RX_SEG_SIZE"],
 };
-/// Before UCX 1.17, the name has no prefix.
+/// The same as [`TCP_PARTS`] for UCX before 1.17, where the name of the setting has no prefix.
 const TCP_PARTS_BEFORE_1_17: UcxSetting = UcxSetting {
     key: "RX_SEG_SIZE",
     ..TCP_PARTS
 };
 
-/// Returns the settings to make, as (name, value), for a library of `version` (major, minor,
-/// patch). `variable` looks up an environment variable.
+/// Returns the settings that the user has not made, as pairs of name and value, for a library of
+/// `version` (major, minor, patch). `variable` looks up an environment variable.
 pub(super) fn unless_set(
     version: (u32, u32, u32),
     variable: impl Fn(&str) -> Option<String>,
@@ -87,9 +87,9 @@ pub(super) fn unless_set(
     free.map(|setting| (setting.key, setting.value)).collect()
 }
 
-/// Returns a text that must be equal on all processes: the library's version, and the size of parts
-/// over TCP if the user has set it. UCX does not compare these sizes: a part from a peer with a
-/// larger one could exceed the receiver's memory.
+/// Returns a text that must be equal on all processes. It contains the library's version, and the
+/// size of parts over TCP if the user has set it. UCX does not compare these sizes: larger parts
+/// from a peer could exceed the receiver's memory.
 pub(super) fn common(version: &str, variable: impl Fn(&str) -> Option<String>) -> String {
     let name = TCP_PARTS.variables[0];
     match variable(name) {
@@ -99,8 +99,8 @@ pub(super) fn common(version: &str, variable: impl Fn(&str) -> Option<String>) -
     }
 }
 
-/// Returns true if a value of `UCX_TLS` allows a transport with one of these names: it has the
-/// name, or `all`, or is a list of excluded transports.
+/// Returns true if the value `transports` of `UCX_TLS` allows a transport with one of these names.
+/// It does so if it contains such a name or `all`, or lists excluded transports.
 fn allows(transports: &str, names: &[&str]) -> bool {
     let listed = |word: &str| word == "all" || names.contains(&word);
     transports.starts_with('^') || transports.split(',').any(|word| listed(word.trim()))

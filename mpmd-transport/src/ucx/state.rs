@@ -17,23 +17,24 @@ use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use mpmd_handshake::Handshake;
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// Ids of the kinds of messages.
+/// The ids by which UCX messages of this transport are told apart.
 pub(super) mod id {
-    /// Id of a part of a handshake, which is the payload. The header is the id that the sender
-    /// claims.
+    /// Id of a handshake message, which is the payload. The header is the process id that the
+    /// sender claims.
     pub(in super::super) const MEET: u32 = 1;
     /// Id of a message for the handler. The header is the sender's id, the pass that the receiver
-    /// expects and a `Header` of this library; the payload is that header's.
+    /// expects and an encoded [`Header`](mpmd_proto::wire::Header). The payload belongs to that
+    /// header.
     pub(in super::super) const MESSAGE: u32 = 2;
-    /// Id of a goodbye: the sender neither receives nor sends messages any more. The header is the
-    /// sender's id and the pass that the receiver expects.
+    /// Id of a goodbye: the sender stops receiving and sending messages. The header is the sender's
+    /// id and the pass that the receiver expects.
     pub(in super::super) const BYE: u32 = 3;
-    /// Id of the answer to a goodbye: the sender no longer reads the memory of the leaving process.
-    /// Header as for `BYE`.
+    /// Id of the answer to a goodbye: the sender no longer reads the memory of the process that
+    /// leaves. The header is as for `BYE`.
     pub(in super::super) const HEARD: u32 = 4;
-    /// Id of a ping, which asks for an answer. Header as for `BYE`.
+    /// Id of a ping, which the receiver must answer. The header is as for `BYE`.
     pub(in super::super) const PING: u32 = 5;
-    /// Id of the answer to a ping. Header as for `BYE`.
+    /// Id of the answer to a ping. The header is as for `BYE`.
     pub(in super::super) const PONG: u32 = 6;
     pub(in super::super) const ALL: [u32; 6] = [MEET, MESSAGE, BYE, HEARD, PING, PONG];
 }
@@ -43,14 +44,14 @@ pub(super) struct UcxPeer {
     pub(super) endpoint: Option<EndpointId>,
     /// True if the peer's UCX can move memory of CUDA devices.
     pub(super) moves_cuda: bool,
-    /// This process's end of the handshake with the peer.
+    /// This process's state of the handshake with the peer; `None` if there is no handshake.
     pub(super) handshake: Option<Handshake>,
-    /// The pass (a secret number) that the peer must send with each message; known from the
-    /// handshake.
+    /// The pass: a secret number that the peer must send with each message. `None` until the
+    /// handshake is complete.
     pub(super) expected: Option<u32>,
-    /// The pass that the peer expects with each message.
+    /// The pass that this process must send to the peer with each message.
     pub(super) pass: Option<u32>,
-    /// The reason why the peer is gone; `None` until then.
+    /// The reason why the peer is gone; `None` while it is not.
     pub(super) down: Option<TransportError>,
     /// Number of messages in flight to the peer.
     pub(super) sending: usize,
@@ -69,35 +70,35 @@ pub(super) struct UcxPeer {
 /// The state of the engine's thread, which owns every object of UCX.
 pub(super) struct UcxEngine {
     pub(super) worker: UcxWorker,
-    /// True if UCX of this process can move memory of CUDA devices.
+    /// True if this process's UCX can move memory of CUDA devices.
     pub(super) moves_cuda: bool,
     pub(super) queue: Arc<CommandQueue>,
     pub(super) me: ProcessId,
-    /// The peers by process. This process's own entry is not used.
+    /// The peers by process. This process's own element is not used.
     pub(super) peers: Vec<UcxPeer>,
     /// The peer process of each endpoint.
     pub(super) processes: HashMap<EndpointId, ProcessId>,
     /// Operations that UCX has not ended yet, by id.
     pub(super) operations: Vec<Option<PendingOperation>>,
-    /// Payloads that still lie with their senders, by number.
+    /// Received payloads that are still in their senders' memory, by number.
     pub(super) payloads: HashMap<u64, UnfetchedPayload>,
     pub(super) next_payload: u64,
     pub(super) handler: Option<Arc<dyn Handler>>,
-    /// Messages that were posted in this turn and are not sent yet.
+    /// Messages that were posted in this round of the engine's loop and are not sent yet.
     pub(super) stored: Vec<StoredMessage>,
-    /// Calls for the handler from before a handler was set.
+    /// Calls that wait until a handler is set.
     pub(super) early: Vec<HandlerCall>,
     pub(super) leaving: Option<UcxLeaving>,
     pub(super) roll_call: Option<RollCall>,
     pub(super) meeting: Option<UcxMeeting>,
-    /// Hellos that arrived before this process started to connect.
+    /// Handshake messages that arrived before this process started to connect.
     pub(super) hellos: Vec<EarlyHello>,
     pub(super) policy: SpinPolicy,
-    /// The time since the last work, if the last poll found nothing.
+    /// The current gap without work; `None` if the last poll found work.
     pub(super) gap: Option<PollGap>,
 }
 
-/// A received payload that lies with its sender.
+/// A received payload that is still in its sender's memory.
 pub(super) struct UnfetchedPayload {
     pub(super) from: ProcessId,
     pub(super) descriptor: Descriptor,
@@ -105,13 +106,13 @@ pub(super) struct UnfetchedPayload {
     pub(super) bytes: usize,
 }
 
-/// A hello that arrived before this process started to connect.
+/// A handshake message that arrived before this process started to connect.
 pub(super) struct EarlyHello {
     pub(super) from: ProcessId,
     pub(super) bytes: Vec<u8>,
 }
 
-/// The purpose of an operation of UCX.
+/// The purpose of a UCX operation in progress: the send or fetch that it belongs to.
 pub(super) enum PendingOperation {
     Send {
         to: ProcessId,
@@ -124,7 +125,8 @@ pub(super) enum PendingOperation {
 }
 
 impl PendingOperation {
-    /// Takes the callback of a fetch; `None` for a send, or if it was taken before.
+    /// Removes and returns the callback of a fetch. Returns `None` for a send or if the callback
+    /// was removed before.
     pub(super) fn take_fetch(&mut self) -> Option<FetchDone> {
         match self {
             Self::Fetch { then, .. } => then.take(),
@@ -133,7 +135,7 @@ impl PendingOperation {
     }
 }
 
-/// A posted message that is stored and not sent yet.
+/// A posted message that is not sent yet.
 pub(super) struct StoredMessage {
     pub(super) to: ProcessId,
     pub(super) op: OpId,
@@ -141,14 +143,14 @@ pub(super) struct StoredMessage {
     pub(super) ticket: Ticket,
 }
 
-/// A call to the handler.
+/// A call to the handler that waits until a handler is set.
 pub(super) enum HandlerCall {
     Arrived(ProcessId, Header, Payload),
     Done(Ticket, Result<(), TransportError>),
     Down(ProcessId, TransportError),
 }
 
-/// The state of connecting, until the handshakes with all peers are done.
+/// The state of the handshakes, until all peers are connected.
 pub(super) struct UcxMeeting {
     pub(super) config: UcxConfig,
     pub(super) party: Party,
@@ -157,7 +159,7 @@ pub(super) struct UcxMeeting {
     pub(super) failed: Option<TransportError>,
 }
 
-/// A roll call in progress, after the death of the peer `dead`.
+/// The pings to all peers that follow the death of the peer `dead`, and their deadline.
 pub(super) struct RollCall {
     pub(super) dead: ProcessId,
     pub(super) until: Instant,
@@ -167,9 +169,9 @@ pub(super) struct RollCall {
 pub(super) struct UcxLeaving {
     /// Deadline for pending operations.
     pub(super) until: Instant,
-    /// Deadline for the answers of peers; set once goodbye was sent.
+    /// Deadline for the peers' answers to the goodbye; `None` until the goodbye was sent.
     pub(super) goodbye: Option<Instant>,
-    /// Deadline for closing the endpoints; set once they are being closed.
+    /// Deadline for closing the endpoints; `None` until closing has begun.
     pub(super) closing: Option<Instant>,
     pub(super) closed: Option<Sender<()>>,
 }

@@ -22,15 +22,16 @@ pub(super) use ucx1_sys::{
     ucp_worker_h, ucp_worker_params, ucp_worker_params_field, ucs_memory_type, ucs_thread_mode_t,
 };
 
-/// The version (major, minor) of UCX's interface that the types above belong to. An older library,
-/// or one with another major version, is refused.
+/// The version (major, minor) of the UCX interface that the declarations above belong to. An older
+/// library, or one with another major version, is refused.
 pub(super) const API: (c_uint, c_uint) = (1, 12);
 
-/// Variable for the path of the library's file, if the usual places do not have the right one.
+/// Environment variable with the path of the UCX library, for a library that is not found
+/// otherwise.
 const LIBRARY_VARIABLE: &str = "MPMD_UCX_LIBRARY";
 const LIBRARY: &str = "libucp.so.0";
 
-/// A status of UCX: 0 for done, 1 for in progress, below 0 for an error.
+/// A status code of UCX: 0 for success, 1 for an operation in progress, below 0 for an error.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(transparent)]
 pub(super) struct UcxStatus(pub(super) i8);
@@ -41,7 +42,8 @@ impl UcxStatus {
     pub(super) const BUSY: Self = Self(-15);
     pub(super) const CANCELLED: Self = Self(-16);
 
-    /// Returns the status that a pointer from UCX encodes, or `None` for a pointer to a request.
+    /// Decodes a pointer that UCX returned as the status of an operation. Returns `None` if it
+    /// points to a request.
     ///
     /// Null is success, and the last 100 addresses are errors (`UCS_PTR_IS_ERR` in
     /// `ucs/type/status.h`).
@@ -60,8 +62,8 @@ pub(super) type SendCallback = unsafe extern "C" fn(*mut c_void, UcxStatus, *mut
 /// Called at the end of a fetch. Arguments: request, status, number of bytes fetched, user
 /// argument.
 pub(super) type ReceiveCallback = unsafe extern "C" fn(*mut c_void, UcxStatus, usize, *mut c_void);
-/// Called when a message arrives. Arguments: user argument, header and its length, data or
-/// descriptor and its length, parameters.
+/// Called when a message arrives. Arguments: user argument; header and its length; payload or its
+/// descriptor, and the payload's length; parameters.
 pub(super) type MessageCallback = unsafe extern "C" fn(
     *mut c_void,
     *const c_void,
@@ -75,7 +77,7 @@ pub(super) type ErrorCallback = unsafe extern "C" fn(*mut c_void, ucp_ep_h, UcxS
 
 macro_rules! functions {
     ($(fn $name:ident($($argument:ty),* $(,)?) $(-> $result:ty)?;)*) => {
-        /// UCX's functions, as its header declares them.
+        /// The functions of the UCX library, as its header file declares them.
         #[allow(missing_docs, reason = "UCX's own documentation has them")]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
@@ -131,7 +133,7 @@ functions! {
     fn ucp_request_free(*mut c_void);
 }
 
-/// The loaded library, which is never unloaded.
+/// The loaded UCX library. It is never unloaded.
 pub(super) struct UcxLibrary {
     pub(super) functions: Functions,
     pub(super) version: (c_uint, c_uint, c_uint),
@@ -140,7 +142,7 @@ pub(super) struct UcxLibrary {
     _library: libloading::Library,
 }
 
-/// Returns the library, which the first call loads, or the reason why there is none.
+/// Returns the UCX library, or the reason why it cannot be used. The first call loads it.
 pub(super) fn library() -> Result<&'static UcxLibrary, &'static NoUcxLibrary> {
     static LOADED: OnceLock<Result<UcxLibrary, NoUcxLibrary>> = OnceLock::new();
     LOADED.get_or_init(UcxLibrary::load).as_ref()
@@ -149,14 +151,14 @@ pub(super) fn library() -> Result<&'static UcxLibrary, &'static NoUcxLibrary> {
 /// The reason why UCX's library cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NoUcxLibrary {
-    /// No file could be loaded, with the reasons.
+    /// No library file could be loaded, for the given reasons.
     #[error(
         "no {LIBRARY} can be loaded ({}); name its folder in LD_LIBRARY_PATH, or its file in \
          {LIBRARY_VARIABLE}",
         tried.join("; ")
     )]
     NotFound { tried: Vec<String> },
-    /// A function that this transport needs is missing.
+    /// The library lacks a function that this transport needs.
     #[error("{}: {error}", place.display())]
     NoFunction {
         place: PathBuf,
@@ -170,7 +172,7 @@ pub(super) enum NoUcxLibrary {
         API.0
     )]
     Version { path: PathBuf, version: String },
-    /// The library `part` belongs to another installation.
+    /// The library `part` belongs to another installation of UCX.
     #[error(
         "{} has come with {}, of another UCX; put the folder of one of them first in \
          LD_LIBRARY_PATH",
@@ -251,16 +253,16 @@ impl UcxLibrary {
     }
 }
 
-/// Copies of the library that cargo builds have left.
+/// Copies of the UCX library that cargo builds of this program have left.
 #[derive(Default)]
 struct BuiltCopies {
-    /// The newest first.
+    /// Paths of copies that can be loaded, newest first.
     trusted: Vec<PathBuf>,
-    /// Copies that another user could have put there, with the reason.
+    /// Copies that are not loaded because another user could have written them, with the reason.
     refused: Vec<String>,
 }
 
-/// Returns the copies of the library that cargo builds of this program have left.
+/// Finds the copies of the UCX library that cargo builds of `program` have left.
 fn built(program: &Path) -> BuiltCopies {
     let folders = program
         .ancestors()
@@ -295,7 +297,7 @@ fn built(program: &Path) -> BuiltCopies {
 /// The reason why a copy of the library is not loaded unless the user names it.
 #[derive(Debug, thiserror::Error)]
 enum UntrustedPath {
-    /// The links of the path cannot be resolved.
+    /// A symbolic link in the path cannot be resolved.
     #[error(transparent)]
     Unresolved(#[from] std::io::Error),
     #[error("{}: {error}", path.display())]
@@ -309,7 +311,7 @@ enum UntrustedPath {
     Writable { path: PathBuf },
 }
 
-/// Resolves the links in a file's path. Returns an error if another user could have replaced the
+/// Resolves the symbolic links in a file's path. Returns an error if another user could replace the
 /// file, a file that it loads from its folder, or a folder above it.
 fn out_of_others_reach(file: &Path) -> Result<PathBuf, UntrustedPath> {
     let file = file.canonicalize()?;
@@ -339,11 +341,11 @@ fn out_of_others_reach(file: &Path) -> Result<PathBuf, UntrustedPath> {
     Ok(file)
 }
 
-/// The mode bits for writing by the group and by all others.
+/// The permission bits that let the group and all other users write.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 const STICKY: u32 = 0o1000;
 
-/// Returns the path of the file with this name that is mapped into this process.
+/// Returns the path of the file named `name` that is mapped into this process.
 fn mapped(name: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let stem = name.split(".so").next()?.to_owned() + ".so";

@@ -10,14 +10,14 @@ use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind, ProcessId, WireError};
 
-/// Data payloads of at least this many bytes stay with the sender until the receiver fetches them.
-/// For smaller ones a round trip does not pay.
+/// Smallest data payload, in bytes, that stays in the sender's memory until the receiver fetches
+/// it. For a smaller payload, the extra round trip costs more than a copy.
 const RENDEZVOUS_BYTES: usize = 8 << 10;
 
-/// Number of bytes of the sender's id and the pass, in front of the header.
+/// Length in bytes of the prefix of a message's header: the sender's id and the pass.
 pub(super) const PREFIX_BYTES: usize = 8;
 
-/// The fault of a message that does not fit its header. Always the peer's.
+/// The fault of a message that contradicts its header. The peer that sent it is at fault.
 #[derive(Debug, thiserror::Error)]
 enum HeaderFault {
     #[error("a header of {bytes} bytes")]
@@ -29,7 +29,7 @@ enum HeaderFault {
 }
 
 impl UcxEngine {
-    /// Sets the handler, and makes the calls that waited for it.
+    /// Sets the handler, and makes the calls that were waiting for it.
     pub(super) fn start_handler(&mut self, handler: Arc<dyn Handler>) {
         self.handler = Some(handler);
         for said in std::mem::take(&mut self.early) {
@@ -37,7 +37,7 @@ impl UcxEngine {
         }
     }
 
-    /// Calls the handler, or keeps the call until a handler is set.
+    /// Makes a call to the handler, or keeps the call until a handler is set.
     fn say(&mut self, said: HandlerCall) {
         let Some(handler) = &self.handler else {
             self.early.push(said);
@@ -56,7 +56,7 @@ impl UcxEngine {
         }
     }
 
-    /// Stores a message, which [`UcxEngine::send_stored`] sends.
+    /// Stores a message, to be sent by the next [`UcxEngine::send_stored`].
     pub(super) fn post(
         &mut self,
         to: ProcessId,
@@ -103,11 +103,13 @@ impl UcxEngine {
         }
     }
 
-    /// Sends the stored messages back to back, then reports those that have left at once.
+    /// Sends the stored messages one right after the other, then reports those that are sent
+    /// already.
     ///
-    /// The receiver's core reads the memory that a send writes, so a write takes long to complete.
-    /// The processor hides that time only if nothing reads fresh writes in between. So headers are
-    /// stored before, and payloads are dropped after all sends.
+    /// The receiver's core reads the memory that a send writes, so such a write takes long to
+    /// complete. The processor hides that time only if nothing reads recently written memory in
+    /// between. So headers are stored before the first send, and payloads are dropped after the
+    /// last.
     pub(super) fn send_stored(&mut self) {
         if self.stored.is_empty() {
             return;
@@ -136,12 +138,13 @@ impl UcxEngine {
         self.stored = stored;
     }
 
-    /// Sends a message of the engine's own, without a payload.
+    /// Sends a message without a payload that the engine itself makes, such as a ping.
     pub(super) fn send(&mut self, to: ProcessId, id: u32, header: &[u8]) {
         self.send_with(to, id, header, None);
     }
 
-    /// Sends a message of the engine's own. The payload is small.
+    /// Sends a message with a small payload that the engine itself makes, such as a handshake
+    /// message.
     pub(super) fn send_with(
         &mut self,
         to: ProcessId,
@@ -164,7 +167,7 @@ impl UcxEngine {
         self.note(op, PendingOperation::Send { to, ticket });
     }
 
-    /// Records the purpose of an operation in flight, until the operation ends.
+    /// Records the purpose of an operation that has been started.
     fn note(&mut self, op: OpId, operation: PendingOperation) {
         let number = op.index();
         if self.operations.len() <= number {
@@ -173,8 +176,8 @@ impl UcxEngine {
         self.operations[number] = Some(operation);
     }
 
-    /// Handles a received message that is no part of a handshake. A message with a wrong pass is
-    /// dropped.
+    /// Handles a received message other than a handshake message. Drops a message with a wrong
+    /// pass.
     pub(super) fn arrived(&mut self, id: u32, header: &[u8], body: MessageBody) {
         let from = self.sender(header);
         if let (Some(from), id::MESSAGE) = (from, id) {
@@ -197,7 +200,8 @@ impl UcxEngine {
         }
     }
 
-    /// Returns the sender of a message, or `None` if it is not from a connected peer with its pass.
+    /// Returns the sender of a message. Returns `None` unless the sender is a connected peer and
+    /// the message contains the peer's pass (a secret number).
     fn sender(&self, header: &[u8]) -> Option<ProcessId> {
         let from = u32::from_le_bytes(header.get(..4)?.try_into().ok()?);
         let pass = u32::from_le_bytes(header.get(4..PREFIX_BYTES)?.try_into().ok()?);
@@ -205,7 +209,7 @@ impl UcxEngine {
         (peer.endpoint.is_some() && peer.expected == Some(pass)).then_some(ProcessId(from))
     }
 
-    /// Gives the handler a message of the peer `from`.
+    /// Passes a message from the peer `from` to the handler.
     fn deliver(&mut self, from: ProcessId, header: &[u8], body: MessageBody) {
         if self.peers[from.index()].down.is_some()
             || self.leaving.as_ref().is_some_and(|l| l.is_deaf())
@@ -252,7 +256,7 @@ impl UcxEngine {
         self.say(HandlerCall::Arrived(from, header, payload));
     }
 
-    /// Decodes a header, and compares it to the payload.
+    /// Decodes a header, and checks that it fits the payload.
     fn read(&self, header: &[u8], body: &MessageBody) -> Result<Header, HeaderFault> {
         let header: &[u8; HEADER_BYTES] = header.try_into().map_err(|_| HeaderFault::Length {
             bytes: header.len(),
@@ -273,14 +277,14 @@ impl UcxEngine {
         Ok(header)
     }
 
-    /// Discards the bytes of a message.
+    /// Discards a payload.
     pub(super) fn throw_away(&mut self, body: MessageBody) {
         if let MessageBody::There(descriptor, _) = body {
             self.worker.discard(descriptor);
         }
     }
 
-    /// Fetches a payload that lies with its sender into the buffer `into`.
+    /// Fetches a payload from its sender's memory into the buffer `into`. `then` gets the result.
     pub(super) fn fetch(
         &mut self,
         payload: u64,
@@ -368,8 +372,8 @@ impl UcxEngine {
         }
     }
 
-    /// Treats a peer as gone that may be alive. Sends it a goodbye without waiting for it to
-    /// arrive.
+    /// Marks a peer that may still be alive as gone, and sends it a goodbye. Does not wait until
+    /// the goodbye arrives.
     pub(super) fn shut_out(&mut self, peer: ProcessId, why: TransportError) {
         if self.peers[peer.index()].down.is_none() {
             let header = prefix(self.me, self.peers[peer.index()].pass);
@@ -378,8 +382,7 @@ impl UcxEngine {
         self.down(peer, why, true);
     }
 
-    /// Handles a peer that UCX has lost: marks the peer as gone, because it is dead or cannot be
-    /// reached.
+    /// Marks a peer as gone after UCX has lost it: the peer has died or cannot be reached.
     pub(super) fn lost(&mut self, peer: ProcessId, why: &str) {
         if let Some(endpoint) = self.peers[peer.index()].endpoint {
             self.worker.is_done_with(endpoint);
@@ -395,7 +398,7 @@ impl UcxEngine {
     }
 
     /// Marks a peer as gone: fails all operations with it, then tells the handler. With `by_force`,
-    /// closes its endpoint at once. Only the first call for a peer counts.
+    /// closes its endpoint at once. Later calls for the same peer do nothing.
     pub(super) fn down(&mut self, peer: ProcessId, why: TransportError, by_force: bool) {
         if by_force && let Some(endpoint) = self.peers[peer.index()].endpoint {
             self.worker.close(endpoint, true);
@@ -425,8 +428,8 @@ impl UcxEngine {
         }
     }
 
-    /// Fails all operations with the peers for which `of` is true. UCX keeps their memory until it
-    /// has ended them too.
+    /// Fails all operations with the peers for which `of` returns true. UCX keeps the memory of
+    /// these operations until it has ended them too.
     pub(super) fn end_operations(
         &mut self,
         of: impl Fn(ProcessId) -> bool,
@@ -451,7 +454,7 @@ impl UcxEngine {
     }
 }
 
-/// Returns the sender's id and the pass: the first bytes of every message after the handshake.
+/// Returns the prefix of every message's header after the handshake: the sender's id and the pass.
 pub(super) fn prefix(me: ProcessId, pass: Option<u32>) -> [u8; PREFIX_BYTES] {
     let mut bytes = [0; PREFIX_BYTES];
     bytes[..4].copy_from_slice(&me.0.to_le_bytes());

@@ -13,23 +13,23 @@ use crate::transport::{Handler, Ticket, Transport, TransportError, check_post};
 use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::{Header, ProcessId};
 
-/// Extra time that a shutdown waits for a handler call in progress, beyond its deadline and the
-/// engine's own last wait.
+/// Time that a shutdown waits for a handler call that has not returned, beyond its deadline and the
+/// engine's last wait.
 const HANDLER_CALL: Duration = Duration::from_secs(1);
 
-/// UCX, opened but not connected: it has an address for peers.
+/// UCX, opened but not connected. It has an address for peers.
 ///
-/// If dropped without [`OpenedUcx::connect`], it closes at once.
+/// Dropping this without [`OpenedUcx::connect`] closes UCX at once.
 pub struct OpenedUcx {
     address: String,
-    /// The queue of commands to the engine; `None` after `connect`.
+    /// The queue of commands to the engine; `None` once `connect` has taken it.
     queue: Option<Arc<CommandQueue>>,
 }
 
 impl OpenedUcx {
     /// Opens UCX on this machine for a job of `processes` processes, and starts its thread. Blocks
-    /// until UCX is open. UCX needs the number for networks that offer one method for few peers and
-    /// another for many.
+    /// until UCX is open. UCX needs the number of processes to choose between network methods for
+    /// few and for many peers.
     ///
     /// # Errors
     ///
@@ -42,18 +42,18 @@ impl OpenedUcx {
         })
     }
 
-    /// Returns the address by which peers reach this process: some hundred characters.
+    /// Returns the address by which peers reach this process: a text of some hundred characters.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Connects to all peers, and blocks until a message from each has come over its connection.
-    /// Fails after the peer timeout.
+    /// Connects to all peers. Blocks until a message from each peer has arrived over its
+    /// connection, and fails after the peer timeout.
     ///
     /// # Errors
     ///
-    /// If a peer has another version of UCX or of this library, or another epoch. If it cannot be
-    /// reached, or is silent for the peer timeout. The error names the peer.
+    /// If a peer has another version of UCX or of this library, or another epoch. Also if a peer
+    /// cannot be reached, or sends nothing within the peer timeout. The error names the peer.
     pub fn connect(mut self, config: UcxConfig) -> Result<Arc<Ucx>, TransportError> {
         let Some(queue) = self.queue.take() else {
             return Err(TransportError::Closed);
@@ -107,23 +107,24 @@ impl fmt::Debug for OpenedUcx {
     }
 }
 
-/// The transport over UCX; created by [`OpenedUcx::connect`].
+/// The transport over UCX, created by [`OpenedUcx::connect`].
 ///
-/// If dropped without [`Transport::shutdown`], it says goodbye at once, which peers see as its
-/// death. Open tickets then end with [`Closed`](TransportError::Closed), on the engine's thread.
+/// If dropped without [`Transport::shutdown`], it says goodbye at once, and peers treat the process
+/// as dead. Open tickets then end with [`Closed`](TransportError::Closed), on the engine's thread.
 pub struct Ucx {
     queue: Arc<CommandQueue>,
     process: ProcessId,
     processes: usize,
     lanes: Vec<String>,
-    /// True, by process, if memory of CUDA devices goes to and from the process without a copy
-    /// through the host.
+    /// True for each process with which memory of CUDA devices is exchanged without a copy through
+    /// the host.
     moves_cuda: Vec<bool>,
     started: AtomicBool,
 }
 
 impl Ucx {
-    /// Returns UCX's own description of the lanes to `peer`; empty for this process itself.
+    /// Returns UCX's own description of the connections (lanes) to `peer`; empty for this process
+    /// itself.
     ///
     /// # Panics
     ///
@@ -132,8 +133,8 @@ impl Ucx {
         &self.lanes[peer.index()]
     }
 
-    /// Returns true if memory of CUDA devices goes to and from `peer` without a copy through the
-    /// host: UCX supports CUDA on both sides.
+    /// Returns true if memory of CUDA devices is exchanged with `peer` without a copy through the
+    /// host. UCX must support CUDA on both processes.
     ///
     /// # Panics
     ///

@@ -2,12 +2,12 @@
 
 use super::thread::available_parallelism;
 
-/// The variable with the number of cores that a job has on this host, for processes that are bound
-/// to a part of them.
+/// Environment variable with the number of cores of a job on this host. It is needed if each
+/// process is bound to only some of these cores.
 pub const CORES: &str = "MPMD_CORES";
 
-/// Returns the number of cores that the processes of this job share on this host: the value of
-/// [`CORES`], else the number of cores that this process may use. An invalid value counts as unset.
+/// Returns the number of cores that this job's processes share on this host. It is the value of
+/// [`CORES`], or else the number of cores that this process may use. An invalid value is ignored.
 pub fn host_cores() -> usize {
     of(
         std::env::var(CORES).ok().as_deref(),

@@ -6,8 +6,8 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use super::{Condvar, Mutex};
 
-/// Blocks until a future is ready, and returns its result. In a simulated world other threads run
-/// meanwhile, unlike with the `block_on` of other crates.
+/// Blocks until a future is ready, and returns its result. In a simulated world, unlike the
+/// `block_on` of other crates, it lets other threads run meanwhile.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let bell = Arc::new(FutureBell::default());
     let waker = Waker::from(bell.clone());
@@ -24,7 +24,7 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Wakes the thread that waits for a future.
+/// A waker for the thread that waits for a future.
 #[derive(Default)]
 struct FutureBell {
     rang: Mutex<bool>,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::world::{self, Key};
 
-/// A mutual exclusion lock without poison, as that of `parking_lot`.
+/// A mutual exclusion lock without poisoning, like that of `parking_lot`.
 #[derive(Debug, Default)]
 pub struct Mutex<T>(parking_lot::Mutex<T>);
 
@@ -16,7 +16,7 @@ pub struct MutexGuard<'a, T> {
     released: Released,
 }
 
-/// Wakes the simulated threads that wait for a lock when it is dropped.
+/// Wakes the simulated threads that wait for a lock, when dropped.
 struct Released(Key);
 
 impl<T> Mutex<T> {
@@ -50,7 +50,7 @@ impl<T> Mutex<T> {
         }
     }
 
-    /// Takes the lock if it is free.
+    /// Takes the lock if it is free. Returns `None`, without waiting, if it is not.
     #[inline]
     #[track_caller]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
@@ -64,7 +64,7 @@ impl<T> Mutex<T> {
         })
     }
 
-    /// Returns the value, which needs no lock.
+    /// Returns a reference to the value. Needs no lock, because `&mut self` is exclusive.
     pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut()
     }
@@ -80,7 +80,7 @@ impl<T> Mutex<T> {
 }
 
 impl<T> MutexGuard<'_, T> {
-    /// Calls `f` without the lock, and takes it again.
+    /// Releases the lock, calls `f`, and takes the lock again.
     pub fn unlocked<R>(guard: &mut Self, f: impl FnOnce() -> R) -> R {
         let mutex = parking_lot::MutexGuard::mutex(&guard.held);
         let key = guard.released.0;
@@ -124,11 +124,11 @@ impl Drop for Released {
     }
 }
 
-/// A condition variable, as that of `parking_lot`.
+/// A condition variable, like that of `parking_lot`.
 #[derive(Debug, Default)]
 pub struct Condvar(parking_lot::Condvar);
 
-/// Tells if a wait ended at its deadline.
+/// The result of a wait with a deadline.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct WaitTimeoutResult(bool);
 
@@ -145,8 +145,8 @@ impl Condvar {
         Self(parking_lot::Condvar::new())
     }
 
-    /// Releases the lock, blocks until a notification, and takes the lock again. Takes it again
-    /// without a notification at times.
+    /// Releases the lock, blocks until a notification, and takes the lock again. May return without
+    /// a notification.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         match world::me() {
             None => self.0.wait(&mut guard.held),
@@ -154,7 +154,7 @@ impl Condvar {
         }
     }
 
-    /// Same as [`wait`](Self::wait), at most until `deadline`.
+    /// Same as [`wait`](Self::wait), but ends at `deadline` at the latest.
     pub fn wait_until<T>(
         &self,
         guard: &mut MutexGuard<'_, T>,
@@ -166,7 +166,7 @@ impl Condvar {
         })
     }
 
-    /// Same as [`wait`](Self::wait), at most for `time`.
+    /// Same as [`wait`](Self::wait), but ends after `time` at the latest.
     pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, time: Duration) -> WaitTimeoutResult {
         match world::me() {
             None => WaitTimeoutResult(self.0.wait_for(&mut guard.held, time).timed_out()),
@@ -174,7 +174,7 @@ impl Condvar {
         }
     }
 
-    /// Wakes a thread that waits, if there is one.
+    /// Wakes one waiting thread, if there is one.
     #[track_caller]
     pub fn notify_one(&self) {
         match world::me() {
@@ -186,7 +186,7 @@ impl Condvar {
         }
     }
 
-    /// Wakes all threads that wait.
+    /// Wakes all waiting threads.
     #[track_caller]
     pub fn notify_all(&self) {
         match world::me() {
@@ -198,7 +198,7 @@ impl Condvar {
         }
     }
 
-    /// Waits as a thread of a world. Returns false at the deadline.
+    /// Waits as a thread of a simulated world. Returns false if the wait ended at `deadline`.
     fn simulate<T>(
         &self,
         me: &world::WorldMember,

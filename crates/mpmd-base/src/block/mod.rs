@@ -32,13 +32,13 @@ pub fn now() -> Instant {
     world::me().map_or_else(Instant::now, |me| me.now())
 }
 
-/// Returns the time since `then`, zero if that is to come.
+/// Returns the time that has passed since `then`; zero if `then` is in the future.
 #[inline]
 pub fn since(then: Instant) -> Duration {
     now().saturating_duration_since(then)
 }
 
-/// True in a simulated world, where no thread polls.
+/// Returns true in a simulated world, where no thread polls.
 #[inline]
 pub(crate) fn is_simulated() -> bool {
     world::me().is_some()

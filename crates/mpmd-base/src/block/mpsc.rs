@@ -8,7 +8,7 @@ pub use std::sync::mpsc::RecvTimeoutError;
 
 use super::world::{self, Key};
 
-/// Creates a channel without a limit. Its receiver gets values in the order of their sending.
+/// Creates a channel without a size limit. Values arrive in the order in which they were sent.
 pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
     let (sender, receiver) = mpsc::channel();
     let channel = Arc::new(ChannelIdentity(0));
@@ -34,10 +34,10 @@ pub struct Receiver<T> {
     channel: Arc<ChannelIdentity>,
 }
 
-/// The identity of a channel: its address.
+/// A channel's identity: the address of this value.
 struct ChannelIdentity(#[expect(dead_code, reason = "gives the channel an address of its own")] u8);
 
-/// Wakes the receiver of a simulated channel when it is dropped.
+/// Wakes the receiver of a simulated channel, when dropped.
 #[derive(Clone)]
 struct WakeReceiver(Arc<ChannelIdentity>);
 
@@ -69,7 +69,7 @@ impl<T> Sender<T> {
     ///
     /// # Errors
     ///
-    /// With the value, if there is no receiver any more.
+    /// If the receiver is dropped. The error contains the value.
     #[track_caller]
     pub fn send(&self, value: T) -> Result<(), SendError<T>> {
         self.sender.send(value)?;
@@ -82,11 +82,11 @@ impl<T> Sender<T> {
 }
 
 impl<T> Receiver<T> {
-    /// Blocks for the next value.
+    /// Blocks until the next value arrives, and returns it.
     ///
     /// # Errors
     ///
-    /// If there is no value and no sender any more.
+    /// If no value is left and all senders are dropped.
     pub fn recv(&self) -> Result<T, RecvError> {
         let Some(me) = world::me() else {
             return self.receiver.recv();
@@ -100,11 +100,11 @@ impl<T> Receiver<T> {
         }
     }
 
-    /// Blocks for the next value, at most for `time`.
+    /// Blocks until the next value arrives, for at most `time`.
     ///
     /// # Errors
     ///
-    /// After `time`, or if there is no value and no sender any more.
+    /// After `time`, or if no value is left and all senders are dropped.
     pub fn recv_timeout(&self, time: Duration) -> Result<T, RecvTimeoutError> {
         let Some(me) = world::me() else {
             return self.receiver.recv_timeout(time);
@@ -121,11 +121,11 @@ impl<T> Receiver<T> {
         }
     }
 
-    /// Returns the next value if there is one.
+    /// Returns the next value if one has arrived. Does not block.
     ///
     /// # Errors
     ///
-    /// If there is none.
+    /// If no value has arrived.
     #[track_caller]
     pub fn try_recv(&self) -> Result<T, TryRecvError> {
         if let Some(me) = world::me() {
@@ -134,12 +134,12 @@ impl<T> Receiver<T> {
         self.receiver.try_recv()
     }
 
-    /// Returns the values that are there, without waiting for more.
+    /// Returns the values that have arrived, without waiting for more.
     pub fn try_iter(&self) -> impl Iterator<Item = T> {
         std::iter::from_fn(|| self.try_recv().ok())
     }
 
-    /// Returns the values until no sender is left. Blocks for each.
+    /// Returns the values one by one. Blocks for each, and ends when all senders are dropped.
     pub fn iter(&self) -> impl Iterator<Item = T> {
         std::iter::from_fn(|| self.recv().ok())
     }
@@ -154,7 +154,7 @@ impl<T> IntoIterator for Receiver<T> {
     }
 }
 
-/// The values of a channel until no sender is left.
+/// Iterator over the values of a channel. It ends when all senders are dropped.
 pub struct IntoIter<T>(Receiver<T>);
 
 impl<T> Iterator for IntoIter<T> {

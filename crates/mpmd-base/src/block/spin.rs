@@ -9,38 +9,38 @@ use std::time::Duration;
 
 use super::{Instant, is_simulated, now, thread};
 
-/// Shorter polling times are not worth a poll.
+/// Shortest polling time. If the policy computes a shorter time, the thread does not poll.
 const SHORTEST: Duration = Duration::from_micros(1);
 
-/// Spin policy: the time for which a thread without work polls for messages before it sleeps.
+/// The user's setting of how long a thread without work polls for messages before it sleeps.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Spin {
-    /// Polls about as long as the recent gaps without work lasted, if they were short: a waiting
-    /// thread for at most 2 milliseconds. Does not poll if the job has more processes on this host
-    /// than there are cores.
+    /// Polls about as long as recent gaps without work lasted, if they were short. A waiting thread
+    /// polls for at most 2 milliseconds. Does not poll if this host has fewer cores than the job
+    /// has processes on it.
     #[default]
     Auto,
     /// Does not poll: the thread sleeps as soon as it has no work.
     Never,
-    /// Polls for up to this time in every gap without work, although that takes the core from other
-    /// threads.
+    /// Polls for up to this time in every gap without work, even if other threads then lack the
+    /// core.
     For(Duration),
 }
 
-/// The core budget: how many threads of a process may poll at the same time, so that threads with
-/// work find a core.
+/// The core budget: the number of a process's threads that may poll at the same time without taking
+/// a core from threads that have work.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum CoreBudget {
-    /// The job has more processes on this host than the host has cores.
+    /// No thread may poll: the job has more processes on this host than the host has cores.
     None,
-    /// Each process has a core.
+    /// One thread of each process may poll: there is a core for each process.
     One,
-    /// Every busy thread of the job on this host has a core.
+    /// All threads may poll: there is a core for every busy thread of the job on this host.
     All,
 }
 
 impl CoreBudget {
-    /// Returns the core budget of a process on a host with `cores` cores. The job has `processes`
+    /// Computes the core budget of a process. The host has `cores` cores. The job has `processes`
     /// processes on this host, and `threads` busy threads in them.
     pub fn of(processes: usize, threads: usize, cores: usize) -> Self {
         if threads <= cores {
@@ -52,7 +52,7 @@ impl CoreBudget {
         }
     }
 
-    /// Returns the core budget under the user's setting, which may override it.
+    /// Returns this core budget, or the one that the user's setting implies instead.
     pub fn under(self, setting: Spin) -> Self {
         match setting {
             Spin::Auto => self,
@@ -62,22 +62,23 @@ impl CoreBudget {
     }
 }
 
-/// The constants of one use of [`SpinPolicy`].
+/// The constants of a [`SpinPolicy`].
 #[derive(Clone, Copy, Debug)]
 pub struct SpinPace {
-    /// Polling time with [`Spin::Auto`] at first, and at least after a gap that was worth it.
+    /// Polling time at first with [`Spin::Auto`]. It is also the least time after a gap that was
+    /// worth polling for.
     pub first: Duration,
     /// Longest polling time with [`Spin::Auto`].
     pub longest: Duration,
-    /// A gap up to this length was worth polling for, even if the thread slept in it.
+    /// Longest gap that is worth polling for, even if the thread slept in it.
     pub worth: Duration,
     /// Number of polls between two reads of the clock.
     pub looks: u32,
     /// Number of polls between two calls that yield the core: a multiple of `looks`.
     pub yields: u32,
-    /// Polling time after which a thread yields its core.
+    /// Time that a thread polls before it begins to yield its core.
     pub alone: Duration,
-    /// After polls in vain, a thread skips at most this many gaps before it polls again.
+    /// Largest number of gaps that a thread does not poll in after polling without success.
     pub most_skipped: u32,
 }
 
@@ -92,21 +93,21 @@ pub enum Idle {
     Sleep,
 }
 
-/// The spin policy of one thread, or of several that wait for the same kind of work. Takes no lock:
-/// its state only decides how long a thread polls.
+/// Decides how long a thread polls before it sleeps. Several threads that wait for the same kind of
+/// work may share one. Takes no lock.
 #[derive(Debug)]
 pub struct SpinPolicy {
     pace: SpinPace,
     setting: Spin,
-    /// Polling time in nanoseconds with [`Spin::Auto`] at present.
+    /// Present polling time with [`Spin::Auto`], in nanoseconds.
     window: AtomicU64,
-    /// Number of gaps to sleep through without polling.
+    /// Number of coming gaps in which the thread sleeps without polling.
     skip: AtomicU32,
-    /// The last value that `skip` was set to.
+    /// Value that `skip` was last set to.
     penalty: AtomicU32,
 }
 
-/// A gap between works: the time in which a thread has nothing to do.
+/// A gap: the time in which a thread has no work.
 #[derive(Debug)]
 pub struct PollGap {
     pace: SpinPace,
@@ -116,7 +117,7 @@ pub struct PollGap {
 }
 
 impl SpinPolicy {
-    /// Creates a policy with these constants and this setting of the user.
+    /// Creates a policy with the constants `pace` and the user's setting.
     pub const fn new(pace: SpinPace, setting: Spin) -> Self {
         Self {
             pace,
@@ -132,7 +133,7 @@ impl SpinPolicy {
         self.begin_as(self.setting, now)
     }
 
-    /// Same as [`begin`](Self::begin), with another setting.
+    /// Same as [`begin`](Self::begin), with `setting` instead of the policy's own.
     pub fn begin_as(&self, setting: Spin, now: Instant) -> PollGap {
         let window = match setting {
             _ if is_simulated() => Duration::ZERO,
@@ -156,8 +157,9 @@ impl SpinPolicy {
         }
     }
 
-    /// Notes that a gap ended with work at `now`, and adapts the polling time: to twice the gap,
-    /// and after a shorter gap only slowly to less. A gap that was not worth it halves the time.
+    /// Records that a gap ended with work at `now`, and adapts the polling time to twice the gap.
+    /// The time falls only slowly after shorter gaps. It halves after a gap that was not worth
+    /// polling for.
     pub fn end(&self, gap: &PollGap, now: Instant) {
         let lasted = now.saturating_duration_since(gap.start);
         let window = self.window.load(Ordering::Relaxed);
@@ -175,8 +177,8 @@ impl SpinPolicy {
         self.window.store(window, Ordering::Relaxed);
     }
 
-    /// Polls `found` for a bounded time. `None` means that the caller should sleep. After polls in
-    /// vain, later calls poll once.
+    /// Polls `found` for a limited time. Returns `None` if the caller should sleep. After polling
+    /// without success, the next calls poll only once.
     pub fn look<T>(&self, mut found: impl FnMut() -> Option<T>) -> Option<T> {
         if let Some(found) = found() {
             return Some(found);
@@ -200,7 +202,8 @@ impl SpinPolicy {
         None
     }
 
-    /// Returns true if this gap should be polled. After polls in vain, only one gap in several is.
+    /// Returns true if the thread should poll in this gap. After polling without success, it skips
+    /// gaps.
     fn is_due(&self) -> bool {
         let skip = self.skip.load(Ordering::Relaxed);
         if skip > 0 {
@@ -211,19 +214,19 @@ impl SpinPolicy {
 }
 
 impl PollGap {
-    /// Ends the polling at `deadline` at the latest.
+    /// Limits the polling of this gap to the time before `deadline`.
     pub fn poll_until(&mut self, deadline: Instant) {
         self.window = self
             .window
             .min(deadline.saturating_duration_since(self.start));
     }
 
-    /// Returns true if the thread should poll at all.
+    /// Returns true if the thread should poll in this gap.
     pub fn polls(&self) -> bool {
         !self.window.is_zero()
     }
 
-    /// Notes a poll without work; returns the next action.
+    /// Records a poll that found no work, and returns the thread's next action.
     pub fn idle(&mut self, now: impl FnOnce() -> Instant) -> Idle {
         if !self.polls() {
             return Idle::Sleep;
@@ -243,8 +246,8 @@ impl PollGap {
         }
     }
 
-    /// Notes a poll without work, and pauses for a moment. Returns false if the thread should
-    /// sleep instead of polling again.
+    /// Records a poll that found no work, and pauses for a moment. Returns false if the thread
+    /// should sleep instead of polling again.
     pub fn wait(&mut self) -> bool {
         match self.idle(now) {
             Idle::Look => std::hint::spin_loop(),

@@ -8,19 +8,19 @@ pub use std::thread::{ThreadId, current, panicking};
 
 use super::world::{self, WorldMember};
 
-/// Starts threads with a name.
+/// A builder of threads, which gives them a name.
 #[derive(Debug, Default)]
 pub struct Builder {
     name: Option<String>,
 }
 
-/// A handle to a thread, by which its end can be waited for.
+/// A handle to a thread, by which a caller waits for its end.
 pub struct JoinHandle<T> {
     real: std::thread::JoinHandle<T>,
     simulated: Option<WorldMember>,
 }
 
-/// The result of a thread: an error with its panic, if it panicked.
+/// The result of a thread; the error is its panic.
 pub type Result<T> = std::thread::Result<T>;
 
 impl Builder {
@@ -39,7 +39,7 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// If the system gives no thread.
+    /// If the system cannot start a thread.
     pub fn spawn<F, T>(self, f: F) -> io::Result<JoinHandle<T>>
     where
         F: FnOnce() -> T + Send + 'static,
@@ -54,7 +54,8 @@ impl Builder {
     }
 }
 
-/// Returns the simulated thread that a thread of a world starts, and `f` as its action.
+/// Registers a new thread in the caller's simulated world, if there is one. Returns it, with `f`
+/// wrapped to run as that thread.
 fn of_world<T, F: FnOnce() -> T>(
     name: &str,
     f: F,
@@ -72,7 +73,7 @@ fn of_world<T, F: FnOnce() -> T>(
 ///
 /// # Panics
 ///
-/// If the system gives no thread.
+/// If the system cannot start a thread.
 pub fn spawn<F, T>(f: F) -> JoinHandle<T>
 where
     F: FnOnce() -> T + Send + 'static,
@@ -86,13 +87,13 @@ impl<T> JoinHandle<T> {
     ///
     /// # Errors
     ///
-    /// With the thread's panic.
+    /// The thread's panic, if it panicked.
     pub fn join(self) -> Result<T> {
         join_simulated(self.simulated.as_ref());
         self.real.join()
     }
 
-    /// Returns true once the thread has run its function.
+    /// Returns true once the thread's function has returned.
     pub fn is_finished(&self) -> bool {
         match &self.simulated {
             Some(thread) => thread.has_ended(),
@@ -101,8 +102,7 @@ impl<T> JoinHandle<T> {
     }
 }
 
-/// Returns the number of cores that this process may use. In a simulated world it is 2 on every
-/// machine.
+/// Returns the number of cores that this process may use. In a simulated world it is always 2.
 pub fn available_parallelism() -> usize {
     if super::is_simulated() {
         return 2;
@@ -110,14 +110,14 @@ pub fn available_parallelism() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Waits for the end of a simulated thread, if there is one.
+/// Waits until a simulated thread has ended. Does nothing for `None`.
 fn join_simulated(thread: Option<&WorldMember>) {
     if let (Some(thread), Some(me)) = (thread, world::me()) {
         thread.join(&me);
     }
 }
 
-/// Threads that may borrow from the function that starts them.
+/// A scope for threads that may borrow from the function that starts them.
 pub struct Scope<'scope, 'env> {
     real: &'scope std::thread::Scope<'scope, 'env>,
     simulated: RefCell<Vec<WorldMember>>,
@@ -129,7 +129,7 @@ pub struct ScopedJoinHandle<'scope, T> {
     simulated: Option<WorldMember>,
 }
 
-/// Calls `f`, and waits until the threads that it starts in the scope have ended.
+/// Calls `f`, then waits until all threads that `f` has started in the scope have ended.
 pub fn scope<'env, F, T>(f: F) -> T
 where
     F: for<'scope> FnOnce(&Scope<'scope, 'env>) -> T,
@@ -144,7 +144,7 @@ where
     })
 }
 
-/// Waits for all simulated threads of a scope when it is dropped.
+/// Waits for all simulated threads of a scope, when dropped.
 struct JoinsAll<'scope, 'env>(Scope<'scope, 'env>);
 
 impl Drop for JoinsAll<'_, '_> {
@@ -162,7 +162,7 @@ impl<'scope> Scope<'scope, '_> {
     ///
     /// # Panics
     ///
-    /// If the system gives no thread.
+    /// If the system cannot start a thread.
     pub fn spawn<F, T>(&self, f: F) -> ScopedJoinHandle<'scope, T>
     where
         F: FnOnce() -> T + Send + 'scope,
@@ -182,14 +182,14 @@ impl<T> ScopedJoinHandle<'_, T> {
     ///
     /// # Errors
     ///
-    /// With the thread's panic.
+    /// The thread's panic, if it panicked.
     pub fn join(self) -> Result<T> {
         join_simulated(self.simulated.as_ref());
         self.real.join()
     }
 }
 
-/// Blocks for this time.
+/// Blocks the calling thread for `time`.
 pub fn sleep(time: Duration) {
     match world::me() {
         None => std::thread::sleep(time),

@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// Number of worlds. Without one, a primitive of [`super`] costs one load more than the real one.
+/// Number of simulated worlds that exist. While it is 0, a primitive of [`super`] costs one load
+/// more than the real one.
 static WORLDS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
@@ -24,21 +25,21 @@ thread_local! {
     static LOCKS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The identity of a thread of a world.
+/// Identifies a thread of a simulated world.
 #[derive(Clone)]
 pub(super) struct WorldMember {
     world: Arc<World>,
     thread: usize,
 }
 
-/// The address of the lock, condition variable or other thing that a thread waits for. It is only
-/// compared, so a run does not depend on it.
+/// The address of an object that threads wait for, such as a lock. It is only compared with others,
+/// so a run does not depend on it.
 pub(super) type Key = usize;
 
 /// A simulated world, shared by its threads.
 struct World {
     state: Mutex<WorldState>,
-    /// The real time at the world's start. Simulated times count from it.
+    /// The real time at which the world started; simulated times count from it.
     epoch: Instant,
     settings: WorldSettings,
 }
@@ -46,57 +47,58 @@ struct World {
 /// The settings of a [simulated] world.
 #[derive(Clone, Debug)]
 pub struct WorldSettings {
-    /// Decides the order of all events, and the time between them.
+    /// Seed of the random order of events and of the time between them.
     pub seed: u64,
-    /// The simulated time after which the run counts as hung.
+    /// The simulated time after which a run is treated as hung.
     pub longest: Duration,
     /// True to keep the [log](WorldReport::log) of all events.
     pub log: bool,
 }
 
-/// The state of a world.
+/// The state of a simulated world, under its lock.
 struct WorldState {
     random: fastrand::Rng,
-    /// Simulated time since the epoch.
+    /// Simulated time since the world's start.
     now: Duration,
     threads: Vec<WorldThread>,
-    /// Stops of groups, also those that are over.
+    /// Stops of groups of threads, including stops that have ended.
     stops: Vec<GroupStop>,
-    /// FNV-1a hash of all switches so far.
+    /// FNV-1a hash of all switches between threads so far.
     history: u64,
     switches: u64,
     log: String,
-    /// True once the function that is simulated has returned.
+    /// True once the function passed to [`simulated`] has returned.
     is_over: bool,
 }
 
-/// A stop of all threads of a group.
+/// A pause of all threads of a group.
 struct GroupStop {
     group: u32,
-    /// The simulated time at which the group goes on.
+    /// The simulated time at which the group's threads continue.
     until: Duration,
 }
 
-/// A thread of a world.
+/// A thread of a simulated world.
 struct WorldThread {
     name: String,
     status: ThreadStatus,
-    /// Notified when the thread may run.
+    /// Notified when it is the thread's turn to run.
     turn: Arc<Condvar>,
-    /// True if this is the thread that runs.
+    /// True for the one thread that is running.
     runs: bool,
-    /// The group that it stops and continues with.
+    /// The group of threads that are stopped together; `None` if the thread is in no group.
     group: Option<u32>,
-    /// True if it held locks when it ran last. Such a thread does not stop: groups share locks.
+    /// True if the thread held locks when it last ran. It is then not stopped, because groups share
+    /// locks.
     has_locks: bool,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ThreadStatus {
-    /// May run.
+    /// The thread can run.
     Ready,
-    /// Waits for a wake-up of `key`, at most until `until`. Becomes `Ready` by the wake-up and
-    /// `TimedOut` by the time.
+    /// The thread waits for a wake-up of `key` until `until`. It becomes `Ready` by a wake-up, or
+    /// `TimedOut` at that time.
     Waiting {
         key: Key,
         until: Option<Duration>,
@@ -105,22 +107,22 @@ enum ThreadStatus {
     Ended,
 }
 
-/// The end of a run in a simulated world.
+/// The report of a run in a simulated world.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct WorldReport {
     /// Simulated time of the run.
     pub time: Duration,
-    /// Number of changes from one thread to another.
+    /// Number of switches from one thread to another.
     pub switches: u64,
-    /// A hash of all changes, with their times. Equal for equal runs.
+    /// A hash of all switches, with their times. It is the same for equal runs.
     pub history: u64,
-    /// A line for each event: its time in nanoseconds, and the point at which a thread could be
-    /// changed, the thread that goes on, or a [note](note()). Empty if the settings do not ask for
-    /// it.
+    /// One line for each event, with its time in nanoseconds. An event is a point at which a switch
+    /// is possible, the thread that continues, or a [note](note()). Empty unless
+    /// [`WorldSettings::log`] is set.
     pub log: String,
 }
 
-/// Returns the identity of the calling thread in its world. `None` in the real world.
+/// Identifies the calling thread in its simulated world. Returns `None` in the real world.
 #[inline]
 pub(super) fn me() -> Option<WorldMember> {
     if WORLDS.load(Ordering::Relaxed) == 0 {
@@ -136,12 +138,12 @@ fn find_me() -> Option<WorldMember> {
     ME.try_with(|me| me.borrow().clone()).ok().flatten()
 }
 
-/// Runs `f` as the first thread of a new world with this seed. Then waits until all other threads
-/// of the world have ended. Returns the result of `f` and a report.
+/// Runs `f` as the first thread of a new simulated world. Then waits until all other threads of the
+/// world have ended. Returns the result of `f` and a report.
 ///
-/// Exits the process with code 101 and a report on stderr if a thread still waits after the
-/// simulated time [`longest`](WorldSettings::longest), or if all threads wait without a deadline:
-/// then they wait forever.
+/// Exits the process with code 101 and a report on stderr if threads hang. They do if one still
+/// waits after the simulated time [`longest`](WorldSettings::longest), or if all wait without a
+/// deadline.
 ///
 /// # Panics
 ///
@@ -205,22 +207,22 @@ pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, World
     }
 }
 
-/// Writes a note into the log of the calling thread's world, if that keeps one.
+/// Writes a note into the log of the calling thread's simulated world, if that world keeps a log.
 pub fn note(text: fmt::Arguments<'_>) {
     if let Some(WorldMember { world, .. }) = me() {
         world.state.lock().note(text, &world);
     }
 }
 
-/// Puts the calling thread, and those that it starts from now on, into a group that can
-/// [stop](stop_group). Does nothing outside a simulated world.
+/// Puts the calling thread into a group of threads that can be [stopped](stop_group) together.
+/// Threads that it starts later belong to the group too. Does nothing outside a simulated world.
 pub fn join_group(group: u32) {
     if let Some(me) = me() {
         me.join_group(group);
     }
 }
 
-/// Stops all threads of a group for this time, as if their process got a signal. Does nothing
+/// Stops all threads of a group for `time`, as a stop signal would stop a process. Does nothing
 /// outside a simulated world.
 pub fn stop_group(group: u32, time: Duration) {
     if let Some(me) = me() {
@@ -234,13 +236,14 @@ impl WorldMember {
         self.world.epoch + self.world.state.lock().now
     }
 
-    /// Returns the simulated time after `time` more. `None` if that is too far away to be told:
-    /// never.
+    /// Returns the simulated time plus `time`. `None`, which stands for never, if an [`Instant`]
+    /// cannot represent it.
     pub(super) fn after(&self, time: Duration) -> Option<Instant> {
         self.now().checked_add(time)
     }
 
-    /// Lets another thread run, if the world draws one. Some time may pass.
+    /// Lets the world choose the thread that runs next, which may be this one. Simulated time may
+    /// pass.
     #[track_caller]
     pub(super) fn pause(&self) {
         let mut state = self.world.state.lock();
@@ -278,12 +281,12 @@ impl WorldMember {
         self.wake_all(key);
     }
 
-    /// Puts this thread, and those that it starts from now on, into a group.
+    /// Puts this thread into a group. Threads that it starts later belong to the group too.
     fn join_group(&self, group: u32) {
         self.world.state.lock().threads[self.thread].group = Some(group);
     }
 
-    /// Stops all threads of a group for this time. A thread that holds locks stops when it has
+    /// Stops all threads of a group for `time`. A thread that holds locks stops once it has
     /// released them.
     fn stop_group(&self, group: u32, time: Duration) {
         let mut state = self.world.state.lock();
@@ -297,7 +300,7 @@ impl WorldMember {
         self.world.switch(&mut state, self.thread);
     }
 
-    /// Lets another thread run, if there is one.
+    /// Lets another thread run, if one can.
     pub(super) fn give_way(&self) {
         let mut state = self.world.state.lock();
         // Time passes for a thread that polls, or it could poll forever.
@@ -306,7 +309,7 @@ impl WorldMember {
         self.world.switch(&mut state, self.thread);
     }
 
-    /// Waits for a wake-up of `key`, at most until `until`. Returns false if the time came first.
+    /// Waits for a wake-up of `key` until `until`. Returns false if that time came first.
     pub(super) fn wait(&self, key: Key, until: Option<Instant>) -> bool {
         let mut state = self.world.state.lock();
         let until = until.map(|until| until.saturating_duration_since(self.world.epoch));
@@ -325,7 +328,7 @@ impl WorldMember {
         state.wake_all(key);
     }
 
-    /// Wakes one of the threads that wait for `key`. The world draws it.
+    /// Wakes one of the threads that wait for `key`, chosen at random.
     pub(super) fn wake_one(&self, key: Key) {
         let mut state = self.world.state.lock();
         let WorldState {
@@ -340,7 +343,7 @@ impl WorldMember {
         }
     }
 
-    /// Adds a thread to the world, which [`enter`](Self::enter)s it as its first action.
+    /// Adds a thread to the world. The new thread must first call [`enter`](Self::enter).
     pub(super) fn add(&self, name: &str) -> Self {
         let group = self.world.state.lock().threads[self.thread].group;
         Self {
@@ -349,8 +352,8 @@ impl WorldMember {
         }
     }
 
-    /// Makes the calling thread this thread of the world. Returns when it may run. It ends when the
-    /// result is dropped.
+    /// Registers the calling thread as this thread of the world, and waits for its turn to run. The
+    /// thread ends in the world when the result is dropped.
     pub(super) fn enter(self) -> Entered {
         ME.set(Some(self.clone()));
         let mut state = self.world.state.lock();
@@ -359,12 +362,12 @@ impl WorldMember {
         Entered(self)
     }
 
-    /// Notes that the system has given no thread for this one.
+    /// Records that the system could not start this thread.
     pub(super) fn never_starts(&self) {
         self.world.state.lock().threads[self.thread].status = ThreadStatus::Ended;
     }
 
-    /// Waits until this thread, another one than the caller's, has ended.
+    /// Waits until this thread has ended. `caller` is the thread that waits.
     pub(super) fn join(&self, caller: &WorldMember) {
         while self.world.state.lock().threads[self.thread].status != ThreadStatus::Ended {
             caller.wait(self.world.ends(), None);
@@ -377,7 +380,7 @@ impl WorldMember {
     }
 }
 
-/// A thread that runs in a world, until this is dropped.
+/// Marks the calling thread as running in a world, until this is dropped.
 pub(super) struct Entered(WorldMember);
 
 impl Drop for Entered {
@@ -408,7 +411,7 @@ impl WorldState {
         }
     }
 
-    /// Returns true if a thread is ready and its group is not stopped.
+    /// Returns true if `thread` is ready and its group is not stopped.
     fn can_run(&self, thread: &WorldThread) -> bool {
         let stopped = |group| {
             self.stops
@@ -419,7 +422,7 @@ impl WorldState {
             && (thread.has_locks || !thread.group.is_some_and(stopped))
     }
 
-    /// Returns the next time at which a thread may run again.
+    /// Returns the earliest time at which a waiting or stopped thread may run again.
     fn next_deadline(&self) -> Option<Duration> {
         let waits = self
             .threads
@@ -459,12 +462,12 @@ impl World {
         state.threads.len() - 1
     }
 
-    /// Returns the key of threads that wait for the end of others.
+    /// Returns the key by which threads wait for the end of other threads.
     fn ends(&self) -> Key {
         std::ptr::from_ref(self).addr()
     }
 
-    /// Wakes the threads with deadlines that have come.
+    /// Wakes the threads whose deadline has passed.
     fn expire(&self, state: &mut WorldState) {
         let now = state.now;
         for thread in &mut state.threads {
@@ -478,8 +481,8 @@ impl World {
         }
     }
 
-    /// Draws the next thread and, if that is not `thread`, lets it run. Returns when `thread` may
-    /// run again, or at once if it has ended.
+    /// Chooses the next thread at random and lets it run. If it is another thread than `thread`,
+    /// returns when `thread` may run again, or at once if `thread` has ended.
     fn switch(&self, state: &mut MutexGuard<'_, WorldState>, thread: usize) {
         state.threads[thread].has_locks = LOCKS.get() > 0;
         let drawn = loop {
@@ -529,7 +532,7 @@ impl World {
         }
     }
 
-    /// Waits until `thread` may run.
+    /// Waits until it is the turn of `thread`.
     fn until_turn(&self, state: &mut MutexGuard<'_, WorldState>, thread: usize) {
         let turn = state.threads[thread].turn.clone();
         while !state.threads[thread].runs {
@@ -537,7 +540,7 @@ impl World {
         }
     }
 
-    /// Reports a hang and exits the process: the threads would wait forever.
+    /// Reports that all threads would wait forever, and exits the process.
     fn hang(&self, state: &WorldState) -> ! {
         eprintln!("{state}");
         std::process::exit(101)

@@ -22,17 +22,17 @@ use super::{Arena, ArenaInner};
 use crate::DeviceMemory;
 use crate::map::{map, unmap};
 
-/// Segments of at least this size in bytes ask for pages of 2 MiB.
+/// Smallest segment, in bytes, for which pages of 2 MiB are requested.
 const HUGE: usize = 2 << 20;
 
-/// Bytes that are populated in one call, a multiple of any page's size. Other threads that change
-/// mappings wait for the end of a call.
+/// Number of bytes whose pages are mapped in one system call; a multiple of any page size. Other
+/// threads that change mappings wait until the call ends.
 const POPULATED: usize = 4 << 20;
 
-/// The seals of a segment that other processes map. Without GROW and SHRINK its owner could remove
-/// pages under a reader, which would kill it. Without FUTURE_WRITE a reader could reopen the
-/// descriptor for writing. Without SEAL more seals could be added, such as one that forbids the
-/// owner's own writes.
+/// The seals of a segment's file that other processes map. Without GROW and SHRINK the owner could
+/// remove pages while a process reads them, which would kill that process. Without FUTURE_WRITE a
+/// reader could reopen the descriptor for writing. Without SEAL more seals could be added, such as
+/// one that forbids the owner's own writes.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::FUTURE_WRITE)
@@ -45,26 +45,27 @@ pub struct File {
     number: u64,
 }
 
-/// One mapping, or one allocation of a device. Dropping it gives the memory back.
+/// A mapping of host memory, or an allocation of device memory. Dropping it frees the memory.
 pub struct Segment {
-    /// Address of the first byte. In device memory it is the device's own address: never to be
+    /// Address of the first byte. For device memory it is the device's address and must not be
     /// dereferenced.
     start: NonNull<u8>,
     bytes: usize,
-    /// The guard that pins the pages for devices, if any. Dropped before the mapping goes.
+    /// The guard that keeps the pages pinned for devices, if any. Dropped before the memory is
+    /// unmapped.
     pin: OnceLock<Box<dyn Any + Send + Sync>>,
-    /// The device memory, if this is not host memory.
+    /// The device memory; `None` for host memory.
     device: Option<Box<dyn DeviceMemory>>,
-    /// The file, if other processes can map the segment.
+    /// The file of the segment; `None` if other processes cannot map the segment.
     descriptor: Option<OwnedFd>,
-    /// The name of the segment in the first arena that lends it. Not set before a peer knows the
+    /// The name of the segment in the first arena that lends it. Set when a peer first gets the
     /// segment.
     known: OnceLock<SegmentName>,
-    /// The same for further arenas.
+    /// The names of the segment in further arenas.
     known_too: Mutex<Vec<SegmentName>>,
 }
 
-/// The name of a segment among the peers of one arena.
+/// The name by which the peers of one arena know a segment.
 struct SegmentName {
     /// The number by which peers know the segment.
     number: u32,
@@ -79,19 +80,19 @@ unsafe impl Send for Segment {}
 unsafe impl Sync for Segment {}
 
 impl Segment {
-    /// Maps `bytes` (more than 0) zeroes for this process alone. Pages are allocated at the first
-    /// access.
+    /// Maps `bytes` (more than 0) zero bytes that only this process can access. Pages are allocated
+    /// at their first access.
     pub(super) fn private(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         let start = map(bytes, ProtFlags::READ | ProtFlags::WRITE, None)?;
         Ok(Self::at(start, bytes, None))
     }
 
-    /// Maps `bytes` (more than 0) zeroes that other processes can map for reading, and allocates
-    /// all their pages.
+    /// Maps `bytes` (more than 0) zero bytes that other processes can map for reading, and
+    /// allocates all pages.
     ///
-    /// The pages are allocated here because a later failure could not be reported: a write to a
-    /// page that the system cannot provide kills the process.
+    /// A missing page could not be reported later: a write to a page that the system cannot provide
+    /// kills the process.
     pub(super) fn shared(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         let descriptor = memory_file("mpmd", bytes)?;
@@ -121,12 +122,12 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Maps another process's segment for reading. The owner says that it has `bytes` bytes. Its
-    /// pages are mapped at their first access, or by [`populate`](Self::populate).
+    /// Maps another process's segment for reading. `bytes` is its length according to the owner.
+    /// The pages are mapped at their first access, or by [`populate`](Self::populate).
     ///
     /// # Errors
     ///
-    /// If the length is wrong, or if the file is not sealed: its owner could then remove pages,
+    /// If the length is wrong, or if the file is not sealed: the owner could then remove pages,
     /// which would kill this process.
     pub fn foreign(descriptor: OwnedFd, bytes: u64) -> io::Result<Self> {
         let found = fstat(&descriptor)?;
@@ -149,8 +150,8 @@ impl Segment {
         Ok(Self::at(start, bytes, Some(descriptor)))
     }
 
-    /// Maps the pages of another process's segment that are not mapped yet. Takes some hundred
-    /// microseconds for each of its megabytes.
+    /// Maps all pages of another process's segment that are not mapped yet. Takes some hundred
+    /// microseconds per MiB.
     pub fn populate(&self) {
         let has_pages = self.fd().and_then(|fd| Ok(fstat(fd)?)).is_ok_and(|found| {
             u64::try_from(found.st_blocks)
@@ -188,7 +189,7 @@ impl Segment {
         })
     }
 
-    /// Wraps a mapping of host memory.
+    /// Wraps a mapping of host memory as a segment.
     fn at(start: NonNull<u8>, bytes: usize, descriptor: Option<OwnedFd>) -> Self {
         Self {
             start,
@@ -201,7 +202,7 @@ impl Segment {
         }
     }
 
-    /// Wraps memory of a device. Fails if its address is 0.
+    /// Wraps device memory as a segment. Fails if its address is 0.
     pub fn of_device(memory: Box<dyn DeviceMemory>) -> io::Result<Self> {
         let start = usize::try_from(memory.address()).unwrap_or(0);
         let start = NonNull::new(std::ptr::without_provenance_mut(start))
@@ -217,13 +218,13 @@ impl Segment {
         })
     }
 
-    /// The device memory, if this is not host memory.
+    /// Returns the device memory; `None` for host memory.
     pub fn device(&self) -> Option<&dyn DeviceMemory> {
         self.device.as_deref()
     }
 
-    /// Keeps `pin`, the guard of pinned pages, until just before the mapping goes. Only the first
-    /// call counts.
+    /// Stores `pin`, the guard of pinned pages, until just before the memory is unmapped. Only the
+    /// first call counts.
     pub(super) fn keep_pin(&self, pin: Box<dyn Any + Send + Sync>) {
         // A second pin is not needed.
         let _ = self.pin.set(pin);
@@ -234,22 +235,22 @@ impl Segment {
         self.pin.get().is_some()
     }
 
-    /// Returns the address of the first byte, aligned to a page in host memory. For device memory
-    /// it is the device's own address and must not be dereferenced.
+    /// Returns the address of the first byte. Host memory is aligned to a page. For device memory
+    /// it is the device's address and must not be dereferenced.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// The segment's length in bytes.
+    /// Returns the segment's length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Returns bytes of a segment that another process owns and has lent. `None` if the segment has
-    /// no such range, or is device memory.
+    /// Returns a range of bytes of a segment that another process owns and has lent. `None` if the
+    /// segment has no such range, or is device memory.
     ///
-    /// The owner promises not to change them while they are lent. If it breaks the promise, by a
-    /// bug, readers see other values; they never access unmapped memory.
+    /// The owner promises not to change the bytes while they are lent. If it breaks the promise, by
+    /// a bug, readers see other values, but never access unmapped memory.
     pub fn lent(&self, range: Range<usize>) -> Option<&[u8]> {
         if !self.has(&range) || self.device.is_some() {
             return None;
@@ -262,12 +263,13 @@ impl Segment {
         })
     }
 
-    /// The descriptor by which other processes map the segment; `None` if they cannot.
+    /// Returns the descriptor by which other processes map the segment; `None` if they cannot map
+    /// it.
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.descriptor.as_ref().map(AsFd::as_fd)
     }
 
-    /// True if other processes can map the segment, or open its device memory.
+    /// Returns true if other processes can map the segment, or open its device memory.
     pub fn is_shareable(&self) -> bool {
         self.descriptor.is_some()
             || self
@@ -275,13 +277,13 @@ impl Segment {
                 .is_some_and(|memory| memory.export().is_some())
     }
 
-    /// True if `range`, in bytes, lies within the segment.
+    /// Returns true if `range`, in bytes, is within the segment.
     pub fn has(&self, range: &Range<usize>) -> bool {
         range.start <= range.end && range.end <= self.bytes
     }
 
-    /// Returns the number by which peers know this segment; takes a new one of `arena` at the first
-    /// call. The number is never used for another segment of that arena.
+    /// Returns the number by which peers know this segment. The first call takes a new number of
+    /// `arena`, which no other segment of that arena ever gets.
     pub fn number(&self, arena: &Arena) -> u32 {
         let new = || SegmentName {
             number: arena.next_number(),
@@ -316,12 +318,12 @@ impl Segment {
     }
 }
 
-/// Creates a file in memory, of `bytes` zeroes, that can be sealed.
+/// Creates a file in memory of `bytes` zero bytes that can be sealed.
 ///
 /// # Errors
 ///
-/// If the system does not support such files, or if the process's file size limit is lower. To
-/// exceed the limit would kill the process by a signal (SIGXFSZ).
+/// If the system does not support such files, or if the process's file size limit is lower than
+/// `bytes`. Exceeding the limit would kill the process by a signal (SIGXFSZ).
 pub fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     check_file_limit(bytes as u64)?;
     let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -329,17 +331,16 @@ pub fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     Ok(descriptor)
 }
 
-/// Makes the system allocate the pages of the first `bytes` bytes of a file in memory now.
+/// Allocates the pages of the first `bytes` bytes of a file in memory at once.
 pub fn take_pages(file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
     in_pieces(bytes as u64, |at, bytes| {
         fallocate(file, FallocateFlags::empty(), at, bytes)
     })
 }
 
-/// Calls `take` with (offset, length in bytes) until all calls together have covered `bytes` bytes.
-///
-/// A call that a signal interrupts has done nothing, and the next one is half as long. So repeated
-/// signals cannot interrupt the same work for ever.
+/// Calls `take` with (offset, length in bytes) until the calls together have covered `bytes` bytes.
+/// After a call that a signal interrupts, and that has done nothing, the next call covers half as
+/// much. So repeated signals cannot interrupt the same work for ever.
 fn in_pieces(bytes: u64, mut take: impl FnMut(u64, u64) -> Result<(), Errno>) -> io::Result<()> {
     let mut at = 0;
     let mut piece = bytes;

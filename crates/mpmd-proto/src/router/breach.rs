@@ -7,16 +7,16 @@ use super::peer::PieceKey;
 use super::{Cargo, EAGER_BYTES, EAGER_CREDIT, EAGER_OVERHEAD, EarlyMessage, Router, RouterAction};
 use crate::wire::{Header, MessageKind, ProcessId};
 
-/// Cost in bytes of a kept message in addition to its text: its header and its place in a list.
+/// Number of bytes counted for a kept message beyond its text: its header and its place in a list.
 pub(super) const KEPT_OVERHEAD: u64 = 128;
 
-/// Limit in bytes on one peer's messages that are kept until this process needs them, without eager
-/// payloads. A peer above it is lost. In a correct process, each such message stands for memory of
-/// its own, and it has less memory than that.
+/// Limit in bytes on the messages of one peer that are kept until this process needs them; eager
+/// payloads are not counted. A peer that exceeds it is treated as lost. A correct process stays
+/// below, because each such message stands for memory that it has.
 pub(super) const MOST_KEPT: u64 = 128 << 20;
 
 impl<C: Cargo> EarlyMessage<C> {
-    /// Returns the cost in bytes of keeping the message.
+    /// Returns the number of bytes that are counted for keeping this message.
     pub(super) fn cost(&self) -> u64 {
         match self {
             Self::Cargo(..) | Self::Offered(_) => KEPT_OVERHEAD,
@@ -27,7 +27,7 @@ impl<C: Cargo> EarlyMessage<C> {
 
 impl<C: Cargo> Router<C> {
     /// Treats a peer as lost because it broke the protocol, for the reason `why`. Drops the peer's
-    /// messages, both kept ones and later ones. A second call does nothing.
+    /// messages that were kept, and ignores later ones. A second call does nothing.
     pub fn broken(&mut self, process: ProcessId, why: &str) {
         let Some(peer) = self
             .peers
@@ -50,15 +50,16 @@ impl<C: Cargo> Router<C> {
         peer.kept = 0;
     }
 
-    /// Treats a peer as gone although its connections may stand, and has the driver give it up.
+    /// Treats a peer as gone although its connections may still be open. Tells the driver to close
+    /// them.
     pub(super) fn lose(&mut self, process: ProcessId, why: String) {
         self.peer_down(process, &why);
         self.actions
             .push(RouterAction::GiveUp { peer: process, why });
     }
 
-    /// Returns true if the sender may send this message about a piece. Otherwise treats the sender
-    /// as lost. Counts an eager piece against the sender's credit.
+    /// Checks that the peer `from` may send this message about a piece, and counts an eager piece
+    /// against the peer's credit. Otherwise returns false and treats the peer as lost.
     pub(super) fn is_allowed(&mut self, from: ProcessId, header: &Header) -> bool {
         let peer = &mut self.peers[from.index()];
         let Header {
@@ -94,9 +95,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Notes that a program of the peer waits until all its pieces up to operation `op` are taken.
-    /// Keeps only the highest such operation. A peer that lends nothing has no such wait, so it is
-    /// lost.
+    /// Records that a program of the peer waits until this process has taken all its pieces up to
+    /// operation `op`. Only the highest `op` is kept. A peer that lends no memory has nothing to
+    /// ask for and is treated as lost.
     pub(super) fn asked_taken(&mut self, from: ProcessId, op: u64) {
         let peer = &mut self.peers[from.index()];
         if peer.zero_copy {
@@ -110,8 +111,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Treats a peer as lost because it sent a piece without a grant. A peer that has left already
-    /// is ignored: its waiters have been told, and a piece granted before may still come.
+    /// Treats a peer as lost because it sent a piece without a grant. Ignores the piece of a peer
+    /// that has already left: the piece may have been granted before, and its waiter has been told.
     pub(super) fn not_granted(&mut self, from: ProcessId, header: &Header) {
         if self.peers[from.index()].has_left() {
             return;
@@ -123,8 +124,8 @@ impl<C: Cargo> Router<C> {
         self.broken(from, &why);
     }
 
-    /// Keeps a message about a piece until this process expects the piece. A second message
-    /// replaces the first.
+    /// Keeps a message about a piece until this process expects the piece. A second message about
+    /// the same piece replaces the first.
     pub(super) fn keep_early(&mut self, from: ProcessId, key: PieceKey, early: EarlyMessage<C>) {
         let cost = early.cost();
         if let Some(before) = self.early.insert((from, key), early) {
@@ -133,23 +134,24 @@ impl<C: Cargo> Router<C> {
         self.count_kept(from, cost);
     }
 
-    /// Takes the message about a piece that arrived before the piece was expected. `None` if there
-    /// is none.
+    /// Removes and returns the message about a piece that arrived before this process expected the
+    /// piece.
     pub(super) fn take_early(&mut self, from: ProcessId, key: PieceKey) -> Option<EarlyMessage<C>> {
         let early = self.early.remove(&(from, key))?;
         self.peers[from.index()].kept -= early.cost();
         Some(early)
     }
 
-    /// Keeps a peer's grant of a piece, and the hash at its operation, until this process offers
-    /// the piece.
+    /// Keeps a peer's grant of a piece, with the peer's rolling hash at its operation, until this
+    /// process offers the piece.
     pub(super) fn keep_grant(&mut self, from: ProcessId, key: PieceKey, hash: u128) {
         if self.peers[from.index()].granted.insert(key, hash).is_none() {
             self.count_kept(from, KEPT_OVERHEAD);
         }
     }
 
-    /// Adds `bytes` to the size of a peer's kept messages. Above [`MOST_KEPT`] the peer is lost.
+    /// Adds `bytes` to the size of a peer's kept messages. A peer above [`MOST_KEPT`] is treated as
+    /// lost.
     pub(super) fn count_kept(&mut self, from: ProcessId, bytes: u64) {
         let peer = &mut self.peers[from.index()];
         peer.kept += bytes;

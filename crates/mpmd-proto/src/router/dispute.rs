@@ -13,13 +13,14 @@ use super::{Body, Cargo, Failure, FailureKind, Router, RouterAction};
 use crate::control;
 use crate::wire::{Header, MessageKind, ProcessId};
 
-/// Time that the other process has to send its operations. After that, the failure is reported
-/// without them.
+/// Time within which a peer must send its operations in a dispute. After that, the failure is
+/// reported without them.
 const SHOW_WITHIN: Duration = Duration::from_secs(2);
 
 impl<C: Cargo> Router<C> {
-    /// Compares a peer's rolling hash after `count` operations with this process's, now or once
-    /// this process has issued as many. Opens a dispute if they differ.
+    /// Compares a peer's rolling hash after `count` operations with this process's hash. If this
+    /// process has not issued `count` operations yet, compares once it has. Opens a dispute if the
+    /// hashes differ.
     pub(super) fn compare(&mut self, from: ProcessId, count: u64, hash: u128, now: Duration) {
         if count > self.history.count() {
             let peer = &mut self.peers[from.index()];
@@ -36,9 +37,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Opens a dispute: this process and `with` disagree at operation `op` or at one before it.
-    /// Sends this process's recent operations to `with`. Does nothing if the job has failed or a
-    /// dispute with it is open.
+    /// Opens a dispute with the peer `with`: the two processes issued different operations at `op`
+    /// or before. Sends this process's recent operations to the peer. Does nothing if the job has
+    /// failed or a dispute with the peer is open.
     pub(super) fn dispute(&mut self, with: ProcessId, op: u64, now: Duration) {
         if self.failed.is_some() || self.peers[with.index()].disputed.is_some() {
             return;
@@ -64,8 +65,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Handles the operations that a peer has sent in a dispute: fails the job with the first
-    /// difference, or opens a dispute here too.
+    /// Handles the operations that a peer has sent in a dispute. Fails the job with the first
+    /// difference, or opens a dispute if this process has none with the peer.
     pub(super) fn shown(&mut self, from: ProcessId, control: &[u8], now: Duration) {
         if self.failed.is_some() {
             return;
@@ -84,8 +85,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Opens a dispute with a peer that has left after a number of operations that this process
-    /// does not end with: fewer than issued here, or more than it ever will.
+    /// Opens a dispute with a peer that has left after fewer operations than this process has
+    /// issued, or after more than it will ever issue.
     pub(super) fn compare_end(&mut self, with: ProcessId, now: Duration) {
         let count = self.history.count();
         let Some(goodbye) = &self.peers[with.index()].goodbye else {
@@ -97,8 +98,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Ends disputes in which the other process has not sent its operations in time, by failing the
-    /// job.
+    /// Ends disputes in which the peer has not sent its operations in time. Fails the job for each.
     pub(super) fn expire_disputes(&mut self, now: Duration) {
         for process in self.others() {
             if let Some(dispute) = self.peers[process.index()].disputed
@@ -109,7 +109,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Ends a dispute: fails the job with the first difference, as far as it is known.
+    /// Ends a dispute. Fails the job with the first difference, if it is known.
     fn conclude(&mut self, with: ProcessId, op: u64) {
         if self.failed.is_some() {
             return;

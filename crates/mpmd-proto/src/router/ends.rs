@@ -10,12 +10,13 @@ use super::{Body, Cargo, Failure, FailureKind, Router, RouterAction};
 use crate::control;
 use crate::wire::{Header, MessageKind, ProcessId};
 
-/// Comes between a failure and the first loss, in the message of a failure.
+/// The words between the text of a failure and the text of the first loss in one message.
 const BEFORE: &str = "; before that: ";
 
 impl<C: Cargo> Router<C> {
-    /// Notes that the rendezvous has lost a peer: its process may have died, or only its connection
-    /// there. The peer counts as lost unless messages still come from it within a few heartbeats.
+    /// Records that the rendezvous has lost a peer: the process may have died, or only its
+    /// connection to the rendezvous. The peer is treated as lost unless messages arrive from it
+    /// within a few heartbeats.
     pub fn suspect(&mut self, process: ProcessId, why: &str, now: Duration) {
         let Some(peer) = self.peers.get_mut(process.index()) else {
             return;
@@ -32,8 +33,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Handles the end of a peer's connection: the peer is gone. Fails the waits for its pieces.
-    /// Reports its loss, unless it has said goodbye without a failure.
+    /// Handles the end of a peer's connection, after which the peer is gone. Fails the waits for
+    /// the peer's pieces. Reports the loss unless the peer has said goodbye without a failure.
     pub fn peer_down(&mut self, process: ProcessId, why: &str) {
         let Some(peer) = self.peers.get_mut(process.index()) else {
             return;
@@ -112,8 +113,8 @@ impl<C: Cargo> Router<C> {
         self.fail_quietly(failure);
     }
 
-    /// Says goodbye to all peers: this process issues no more operations. `failure` is the reason;
-    /// `None` is the program's end.
+    /// Says goodbye to all peers: this process issues no more operations. `failure` is the reason,
+    /// or `None` if the program has ended.
     pub fn goodbye(&mut self, failure: Option<&Failure>, now: Duration) {
         if std::mem::replace(&mut self.left, true) {
             return;
@@ -157,8 +158,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the peers that have neither said goodbye nor gone. A peer with an open dispute
-    /// counts as still here.
+    /// Returns the peers that have neither said goodbye nor gone. Includes peers with an open
+    /// dispute.
     pub fn still_here(&self) -> Vec<ProcessId> {
         let is_open = |process: &ProcessId| {
             let peer = &self.peers[process.index()];
@@ -170,21 +171,21 @@ impl<C: Cargo> Router<C> {
     /// Returns the reason why the job cannot end well, if it is known: the job has failed, or a
     /// peer has not left in order.
     ///
-    /// It is the failure of [`RouterAction::Failed`] or [`RouterAction::PeerLost`], from the moment
-    /// at which the action is collected.
+    /// The reason is that of [`RouterAction::Failed`] or [`RouterAction::PeerLost`], and is known
+    /// once that action has been queued.
     pub fn trouble(&self) -> Option<Arc<Failure>> {
         self.failed.clone().or_else(|| self.first_loss.clone())
     }
 
-    /// Returns the failure of operation `op`, which waited for a piece from `process`. That process
-    /// is gone, for the reason `why`.
+    /// Returns the failure of operation `op`, which waited for a piece from `process`. `process` is
+    /// gone, for the reason `why`.
     pub fn lost_while(&self, process: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let what = self.name(op);
         let message = format!("process {process} is gone ({why}); {what} waited for it");
         self.after_first(Failure::new(FailureKind::PeerLost, process, op, message))
     }
 
-    /// Returns the failure that process `from` has sent, of operation `op` or of the job.
+    /// Decodes a failure that the peer `from` has sent, of operation `op` or of the whole job.
     pub(super) fn heard(&self, from: ProcessId, op: u64, bytes: &[u8]) -> Arc<Failure> {
         let failure: Failure = control::decode(bytes).unwrap_or_else(|why| {
             let message = format!("process {from} failed, and {why}");
@@ -193,8 +194,8 @@ impl<C: Cargo> Router<C> {
         self.after_first(failure.shortened())
     }
 
-    /// Adds the first loss to a failure by another: it may be the cause. A process that leaves
-    /// because of it says so, but its goodbye may not arrive.
+    /// Adds the first loss of a peer to a failure caused by another peer, because that loss may be
+    /// the cause. The goodbye of a process that leaves because of it may not arrive.
     fn after_first(&self, mut failure: Failure) -> Arc<Failure> {
         let is_other = |first: &&Arc<Failure>| first.process != failure.process;
         if let Some(first) = self.first_loss.as_ref().filter(is_other)
@@ -208,7 +209,7 @@ impl<C: Cargo> Router<C> {
         Arc::new(failure)
     }
 
-    /// Tells the driver of a lost peer, and keeps the first loss.
+    /// Reports the loss of a peer to the driver, and stores it if it is the first.
     fn tell_loss(&mut self, failure: Arc<Failure>) {
         self.first_loss.get_or_insert_with(|| failure.clone());
         self.actions.push(RouterAction::PeerLost(failure));
@@ -264,8 +265,8 @@ impl<C: Cargo> Router<C> {
         self.compare_end(from, now);
     }
 
-    /// Returns the reason why a piece of operation `op` will never come from `process`, nor be
-    /// taken by it. `None` if it may still come.
+    /// Returns the reason why `process` will never send a piece of operation `op`, or never take
+    /// one. `None` if it still may.
     pub fn why_never(&self, process: ProcessId, op: u64) -> Option<Arc<Failure>> {
         if let Some(failure) = &self.failed {
             return Some(failure.clone());
@@ -281,15 +282,15 @@ impl<C: Cargo> Router<C> {
         peer.down.is_some().then(|| self.lost(process, op))
     }
 
-    /// Discards the pieces that were ready for a peer.
+    /// Discards the pieces that wait for a grant from a peer which will not take them.
     fn discard(&mut self, to: ProcessId, ready: BTreeMap<PieceKey, ReadyPiece<C>>) {
         let cargos = ready.into_values().map(|ready| ready.cargo);
         self.actions
             .extend(cargos.map(|cargo| RouterAction::Discard { to, cargo }));
     }
 
-    /// Returns the failure of operation `op`, which needs a peer that is down. A peer that left in
-    /// order had ended all of its operations before, so it never issued this one.
+    /// Returns the failure of operation `op`, which needs a peer that is gone. A peer that has left
+    /// in order completed all its operations before, so it never issued this one.
     pub(super) fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
         let peer = &self.peers[process.index()];
 
@@ -313,7 +314,7 @@ impl<C: Cargo> Router<C> {
         self.lost_while(process, op, peer.down.as_deref().unwrap_or("unknown"))
     }
 
-    /// Fails the job without telling the peers.
+    /// Fails the job without sending the failure to the peers.
     pub(super) fn fail_quietly(&mut self, failure: Arc<Failure>) {
         if self.failed.is_some() {
             return;
@@ -346,7 +347,7 @@ impl<C: Cargo> Router<C> {
     }
 }
 
-/// Encodes a failure for a control message, with its text cut.
+/// Encodes a failure for a control message. Cuts its text if it is too long.
 pub(super) fn encode_failure(failure: &Failure) -> Vec<u8> {
     control::encode(&failure.clone().shortened()).unwrap_or_default()
 }

@@ -6,27 +6,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire::ProcessId;
 
-/// The root cause of an error. All operations that fail because of it share it.
+/// The root cause of an error. All operations that fail because of it refer to the same `Failure`.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Failure {
-    /// The kind of failure, which also says if the environment or the program is at fault.
+    /// The kind of failure, which shows if the environment or the program is at fault.
     pub kind: FailureKind,
     /// The process where the failure began.
     pub process: ProcessId,
-    /// Number of the operation that failed or that waited; 0 if it was none in particular.
+    /// Number of the operation that failed or was waiting; 0 if there is no such operation.
     pub op: u64,
-    /// A message for people.
+    /// The failure's text, for users.
     pub message: String,
-    /// In a divergence: the second process, which issued other operations than `process`. Otherwise
-    /// `None`.
+    /// The second process of a divergence, which issued different operations than `process`. `None`
+    /// for other kinds.
     pub other: Option<ProcessId>,
 }
 
-/// Limit on the message of a failure that is sent, in bytes.
+/// Limit in bytes on the text of a failure that is sent to peers.
 const MOST_MESSAGE_BYTES: usize = 16 << 10;
 
-/// Kinds of [`Failure`].
+/// The kind of a [`Failure`].
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[non_exhaustive]
 pub enum FailureKind {
@@ -36,7 +36,7 @@ pub enum FailureKind {
     Diverged,
     /// A kernel or a closure of the program failed or panicked.
     Kernel,
-    /// Memory ran out.
+    /// A process has run out of memory.
     Memory,
     /// A process left before the program's end; its own error gives the reason.
     Left,
@@ -58,14 +58,14 @@ impl Failure {
         }
     }
 
-    /// Cuts the message to 16 KiB, so that it fits into a control message beside other fields.
-    /// Otherwise a very long error text could keep the failure from arriving.
+    /// Cuts the text to 16 KiB, so that the failure fits a control message. Otherwise a very long
+    /// text could keep the failure from being sent.
     pub fn shortened(mut self) -> Self {
         cut(&mut self.message, MOST_MESSAGE_BYTES);
         self
     }
 
-    /// Returns true if the cause is a peer that is gone, or a broken connection.
+    /// Returns true if the cause is the loss of a peer or of a connection.
     pub fn is_peer_failure(&self) -> bool {
         matches!(
             self.kind,

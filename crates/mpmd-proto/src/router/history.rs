@@ -10,14 +10,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire::ProcessId;
 
-/// Number of entries that are remembered: each is one operation, or the operations of one span.
+/// Largest number of entries that are kept. An entry is one operation, or all operations of a span.
 const REMEMBERED: usize = 8192;
 
-/// Limit on the operations that are sent to a peer that disagrees. They must fit into a control
-/// message.
+/// Largest number of operations sent to a peer in a dispute. They must fit a control message.
 const SHOWN: usize = 512;
 
-/// One issued operation.
+/// An operation that this process has issued.
 #[derive(Clone)]
 pub struct OpRecord {
     /// The operation's number, from 1.
@@ -26,15 +25,15 @@ pub struct OpRecord {
     pub hash: u128,
     /// The operation's description, formatted only when needed.
     pub what: Arc<dyn fmt::Display + Send + Sync>,
-    /// Hashes of the host values that the operation takes, if those are compared.
+    /// Hashes of the host values that the operation takes; `None` if host values are not compared.
     pub values: Option<ValueHashes>,
-    /// The operation's purpose, if its issuer gives one.
+    /// The operation's purpose, if the code that issued it has given one.
     pub note: Option<OpNote>,
     /// The line of the program that issued the operation.
     pub at: &'static Location<'static>,
 }
 
-/// Hashes that tell a difference in host values from any other difference.
+/// Hashes by which a difference in host values can be told from any other difference.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct ValueHashes {
     /// Hash of the operation without its host values, and of all operations before it.
@@ -43,12 +42,12 @@ pub struct ValueHashes {
     pub hash: u64,
 }
 
-/// The purpose of an operation: a number from its issuer, and a function that shows it.
+/// The purpose of an operation: a number, and a function that formats it.
 #[derive(Clone, Copy)]
 pub struct OpNote {
-    /// A number that only `show` understands.
+    /// A number whose meaning only `show` knows.
     pub word: u64,
-    /// Writes the purpose that a `word` stands for, for people.
+    /// Formats the purpose that the number `word` encodes, for users.
     pub show: fn(u64, &mut fmt::Formatter<'_>) -> fmt::Result,
 }
 
@@ -74,22 +73,23 @@ impl fmt::Debug for OpRecord {
     }
 }
 
-/// Operations that are issued together, such as those of a replayed step. Each operation's
-/// properties are derived from the whole on demand. So operations that do not concern a process
-/// cost it nothing.
+/// Operations that are issued together, such as those of a replayed step. The hash and description
+/// of one operation are computed from the span only when needed. Operations in which a process
+/// takes no part thus cost it nothing.
 pub trait OpSpan: Send + Sync {
     /// Returns the rolling hash of all operations up to `op`, which is part of the span.
     fn hash_at(&self, op: u64) -> u128;
 
-    /// Describes operation `op` for people: the operation, and the lines of the program that it
+    /// Returns a description of operation `op` for users, with the lines of the program that it
     /// comes from.
     fn describe(&self, op: u64) -> String;
 
-    /// Returns the hashes of the host values that the whole span takes, if those are compared.
+    /// Returns the hashes of all host values that the span takes; `None` if host values are not
+    /// compared.
     fn values(&self) -> Option<ValueHashes>;
 }
 
-/// An [`OpRecord`] as it is sent to a peer.
+/// An [`OpRecord`] in the form that is sent to a peer.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct ShownRecord {
     pub(super) op: u64,
@@ -100,7 +100,7 @@ pub(super) struct ShownRecord {
     pub(super) steps: u64,
 }
 
-/// The recent operations of one process, as sent to a peer.
+/// The recent operations of one process, in the form that is sent to a peer.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct ShownOperations {
     pub(super) count: u64,
@@ -122,8 +122,8 @@ impl ShownOperations {
         }
     }
 
-    /// Describes for people the operation `op` of `process`, the owner of these records. With
-    /// `tells_steps`, adds the number of steps before it.
+    /// Describes operation `op` of `process` for users. `process` is the owner of these records. If
+    /// `tells_steps` is true, adds the number of steps that ended before the operation.
     fn tell(&self, process: ProcessId, op: u64, tells_steps: bool) -> String {
         match self.record(op) {
             Some(record) if tells_steps => {
@@ -143,7 +143,7 @@ impl ShownOperations {
         }
     }
 
-    /// Returns true if a correct process can have sent this.
+    /// Returns true if a correct process could have sent these operations.
     pub(super) fn is_sound(&self) -> bool {
         self.records.len() <= SHOWN
             && self.records.is_sorted_by(|one, next| one.op < next.op)
@@ -152,7 +152,7 @@ impl ShownOperations {
     }
 }
 
-/// The last operations of this process, numbered without gaps from 1.
+/// The most recent operations of this process, numbered without gaps from 1.
 #[derive(Default)]
 pub(super) struct OpHistory {
     count: u64,
@@ -162,14 +162,14 @@ pub(super) struct OpHistory {
     steps: u64,
 }
 
-/// An entry of the history.
+/// An entry of the history, with its place among the steps.
 struct KeptEntry {
     entry: HistoryEntry,
-    /// Number of steps that had ended before the entry.
+    /// Number of steps that had ended when the entry was added.
     steps: u64,
 }
 
-/// One operation, or the operations of a span that were issued so far.
+/// A single operation, or the operations of a span that have been issued so far.
 enum HistoryEntry {
     One(OpRecord),
     Span {
@@ -221,7 +221,7 @@ impl OpHistory {
         self.steps += 1;
     }
 
-    /// Records an issued operation.
+    /// Records an operation that this process has issued.
     pub(super) fn push(&mut self, record: OpRecord) {
         debug_assert_eq!(
             record.op,
@@ -232,7 +232,7 @@ impl OpHistory {
         self.keep(HistoryEntry::One(record));
     }
 
-    /// Records that all operations up to `op` are issued, as parts of `span`.
+    /// Records that all operations up to `op` have been issued. They are parts of `span`.
     pub(super) fn extend(&mut self, op: u64, span: &Arc<dyn OpSpan>) {
         debug_assert!(op > self.count, "a span goes on");
         let first = self.count + 1;
@@ -253,7 +253,7 @@ impl OpHistory {
         }
     }
 
-    /// Adds an entry, and forgets the oldest one if there are too many.
+    /// Adds an entry, and drops the oldest one if there are too many.
     fn keep(&mut self, entry: HistoryEntry) {
         if self.entries.len() == REMEMBERED {
             self.entries.pop_front();
@@ -264,19 +264,20 @@ impl OpHistory {
         });
     }
 
-    /// Returns the number of operations issued.
+    /// Returns the number of operations that this process has issued.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
 
-    /// Returns the hash at the last operation; 0 before the first.
+    /// Returns the rolling hash at the last issued operation; 0 if none was issued.
     pub(super) fn hash(&self) -> u128 {
         self.entries
             .back()
             .map_or(0, |kept| kept.entry.hash_at(self.count))
     }
 
-    /// Returns the rolling hash at operation `op`. `None` if it is not issued yet or forgotten.
+    /// Returns the rolling hash at operation `op`. `None` if it is not issued yet or no longer
+    /// stored.
     pub(super) fn hash_at(&self, op: u64) -> Option<u128> {
         if op == 0 {
             Some(0)
@@ -285,12 +286,12 @@ impl OpHistory {
         }
     }
 
-    /// Describes an operation, with its number. `None` if it is not issued yet or forgotten.
+    /// Describes an operation, with its number. `None` if it is not issued yet or no longer stored.
     pub(super) fn describe(&self, op: u64) -> Option<String> {
         self.entry(op).map(|kept| kept.entry.describe(op))
     }
 
-    /// Returns the entry of an operation. `None` if it is not issued yet or forgotten.
+    /// Returns the entry with an operation. `None` if it is not issued yet or no longer stored.
     fn entry(&self, op: u64) -> Option<&KeptEntry> {
         let behind = usize::try_from(self.count.checked_sub(op)?).ok()?;
 
@@ -315,8 +316,8 @@ impl OpHistory {
             .filter(|kept| kept.entry.first() <= op)
     }
 
-    /// Returns the records for a peer that disagrees at `op`: at most 512 operations, up to 128
-    /// past `op`.
+    /// Returns the operations to send to a peer in a dispute about operation `op`: at most 512, up
+    /// to 128 of them after `op`.
     pub(super) fn show(&self, op: u64) -> ShownOperations {
         let last = self.count.min(op.saturating_add(SHOWN as u64 / 4));
         let first = (last + 1).saturating_sub(SHOWN as u64).max(1);
@@ -349,9 +350,9 @@ impl OpHistory {
 
 /// The first difference between the operations of two processes.
 pub(super) struct HistoryDifference {
-    /// The number of the operation.
+    /// Number of the first operation that differs.
     pub(super) op: u64,
-    /// The difference in words.
+    /// A description of the difference, for users.
     pub(super) text: String,
 }
 
@@ -426,7 +427,8 @@ fn first_differing_op(mine: &ShownOperations, theirs: &ShownOperations) -> u64 {
     })
 }
 
-/// Describes how the second process differs if both issued the same call; otherwise returns `None`.
+/// Describes the difference between two records of the same call. Returns `None` if the calls
+/// differ.
 fn same_call(
     first: ProcessId,
     a: &ShownRecord,

@@ -56,68 +56,68 @@ use ends::encode_failure;
 use history::OpHistory;
 use peer::{ExpectedPiece, PeerState, PieceKey, ReadyPiece};
 
-/// Pieces up to this size may travel without a grant, in bytes.
+/// Largest size in bytes of a piece that may be sent without a grant (an eager piece).
 pub const EAGER_BYTES: u64 = 16 << 10;
 
-/// Limit in bytes on the eager pieces (sent without a grant) of one sender that one receiver has
-/// not consumed yet. Each piece counts with 64 bytes more.
+/// Limit in bytes on the eager pieces that a sender may have in flight to one receiver: those which
+/// the receiver has not consumed yet. Each piece counts 64 bytes more than its size.
 pub const EAGER_CREDIT: u64 = 1 << 20;
 
-/// Number of zero-copy pieces taken from a sender after which the sender is told at once, even if
-/// it has not asked. Otherwise [`Router::tick`] tells it.
+/// Number of zero-copy pieces from one sender after which their receiver reports them at once.
+/// Fewer pieces are reported by [`Router::tick`], unless the sender asks.
 const TOLD_AT_ONCE: u32 = 16;
 
-/// Cost in bytes of an eager piece in addition to its bytes.
+/// Number of bytes counted for an eager piece beyond its size.
 const EAGER_OVERHEAD: u64 = 64;
 
-/// The driver's types that pass through a router.
+/// The types of the driver's values that a router passes on.
 pub trait Cargo {
-    /// The bytes of a piece to send, with everything that must live until they have left.
+    /// The bytes of a piece to send, with everything that must live until they are sent.
     type Outgoing;
     /// The payload of a message that arrived.
     type Incoming;
-    /// The receiver of a piece, or of the error if the piece never arrives.
+    /// The object that receives a piece, or the error if the piece never arrives.
     type Waiter;
 }
 
-/// Settings of a [`Router`].
+/// The configuration of a [`Router`].
 #[derive(Clone, Debug)]
 pub struct RouterConfig {
     /// This process's id.
     pub process: ProcessId,
     /// Number of processes in the job.
     pub processes: usize,
-    /// The incarnation of the job; messages of another incarnation are ignored.
+    /// The epoch of the job; messages of another epoch are ignored.
     pub epoch: u64,
-    /// The peer timeout: a peer that is silent for longer counts as lost. A wait that lasts longer
-    /// is reported.
+    /// The peer timeout. A peer that is silent for longer is treated as lost, and a wait that lasts
+    /// longer is reported to the user.
     pub peer_timeout: Duration,
     /// Time between heartbeats.
     pub heartbeat: Duration,
-    /// True, by process, if pieces go to and from that process by zero-copy transfer
-    /// (`Transport::zero_copy`). Missing entries count as false.
+    /// True for each process with which pieces are exchanged by zero-copy transfer
+    /// (`Transport::zero_copy`). Missing elements count as false.
     pub zero_copy: Vec<bool>,
 }
 
-/// A task for the driver.
+/// A task that the driver must carry out.
 pub enum RouterAction<C: Cargo> {
-    /// Send a message.
+    /// Sends a message.
     Post {
-        /// The receiver.
+        /// The process to send the message to.
         to: ProcessId,
-        /// The complete header.
+        /// The complete header of the message.
         header: Header,
-        /// The payload.
+        /// The payload of the message.
         body: Body<C::Outgoing>,
     },
-    /// Give a waiter its piece, or the reason why it will never come.
+    /// Gives a waiter its piece, or the reason why the piece will never arrive.
     Deliver {
-        /// The waiter.
+        /// The waiter that was registered for the piece.
         waiter: C::Waiter,
-        /// The piece, or the failure.
+        /// The piece, or the reason why it will never arrive.
         result: Result<C::Incoming, Arc<Failure>>,
     },
-    /// Call [`Router::answer`] with a description of this process's activity.
+    /// Requests a call of [`Router::answer`] with a description of this process's activity.
     Answer {
         /// The process that asked.
         to: ProcessId,
@@ -128,36 +128,37 @@ pub enum RouterAction<C: Cargo> {
     },
     /// A peer has taken all zero-copy pieces up to this operation.
     Taken {
-        /// The peer.
+        /// The peer that has taken the pieces.
         by: ProcessId,
-        /// Number of the last of the operations; `u64::MAX` for all.
+        /// Number of the last of these operations; `u64::MAX` for all operations.
         op: u64,
     },
     /// A peer takes no more zero-copy pieces. [`Router::why_never`] gives the reason.
     NeverTaken {
-        /// The peer.
+        /// The peer that takes no more pieces.
         by: ProcessId,
     },
-    /// Drop this cargo: its receiver will not take it. [`Router::why_never`] gives the reason.
+    /// Drops this cargo, because its receiver will not take it. [`Router::why_never`] gives the
+    /// reason.
     Discard {
-        /// The receiver.
+        /// The process that will not take the cargo.
         to: ProcessId,
-        /// The cargo.
+        /// The cargo to drop.
         cargo: C::Outgoing,
     },
-    /// A wait has lasted longer than the peer timeout; show this text to the user.
+    /// Shows this text to the user: a wait has lasted longer than the peer timeout.
     HangReport(String),
-    /// A peer is gone; later operations that need it will fail with this.
+    /// Reports that a peer is gone. Later operations that need the peer fail with this failure.
     PeerLost(Arc<Failure>),
-    /// A peer is silent for too long, or has broken the protocol. Its connections may still stand,
-    /// so transfers with it do not end by themselves: make the transport give it up.
+    /// Requests that the transport gives a peer up, which is silent for too long or has broken the
+    /// protocol. The peer's connections may still be open, so transfers with it would not end.
     GiveUp {
-        /// The peer.
+        /// The peer to give up.
         peer: ProcessId,
-        /// The reason.
+        /// The reason for giving the peer up.
         why: String,
     },
-    /// The job as a whole has failed; every waiter has been told.
+    /// Reports that the whole job has failed. Every waiter has already been told.
     Failed(Arc<Failure>),
 }
 
@@ -171,34 +172,34 @@ pub enum Body<O> {
     Cargo(O),
 }
 
-/// A message that arrived before this process expected its piece. Its hash was compared if the
-/// operation was remembered.
+/// A message that arrived before this process expected its piece. If its operation was still
+/// stored, its hash has been compared.
 enum EarlyMessage<C: Cargo> {
-    /// The piece.
+    /// The piece, with the header of its message.
     Cargo(Header, C::Incoming),
     /// An offer of a piece, with the sender's rolling hash at the operation.
     Offered(u128),
-    /// The piece will never come, for this reason.
+    /// The reason why the piece will never arrive.
     Poison(Arc<Failure>),
 }
 
-/// A message for an operation that this process has not issued yet.
+/// A message about an operation that this process has not issued yet.
 struct ParkedMessage<C: Cargo> {
     from: ProcessId,
     header: Header,
     incoming: C::Incoming,
 }
 
-/// The size of a piece that the receiver does not know, in bytes.
+/// The possible sizes of a piece in bytes, for a receiver that does not know the exact size.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PieceSize {
-    /// The expected size.
+    /// The most likely size.
     pub likely: u64,
     /// The largest allowed size.
     pub most: u64,
 }
 
-/// Matches operations and messages of one process. See the [module](self).
+/// The state by which one process matches messages to operations. See the [module](self).
 pub struct Router<C: Cargo> {
     config: RouterConfig,
     history: OpHistory,
@@ -208,18 +209,18 @@ pub struct Router<C: Cargo> {
     /// Messages that arrived before this process expected their pieces, by sender and piece.
     early: BTreeMap<(ProcessId, PieceKey), EarlyMessage<C>>,
     failed: Option<Arc<Failure>>,
-    /// The first loss of a peer.
+    /// The failure of the first peer that was lost.
     first_loss: Option<Arc<Failure>>,
     next_heartbeat: Duration,
     /// The time of the last [`Router::tick`], on the driver's clock.
     ticked: Duration,
-    /// The lowest operation at which a peer's hash is to be compared; `u64::MAX` for none.
+    /// The lowest operation at which a peer's hash must be compared; `u64::MAX` if there is none.
     next_check: u64,
-    /// True once this process has said goodbye.
+    /// True once this process has said goodbye to its peers.
     left: bool,
     actions: Vec<RouterAction<C>>,
-    /// Senders of zero-copy pieces to report the taken pieces to, once the current call of this
-    /// router has ended.
+    /// Senders of zero-copy pieces to which this process must report the taken pieces when the
+    /// current call ends.
     to_tell: Vec<ProcessId>,
 }
 
@@ -248,8 +249,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Allows a peer, before its first message, to be silent for `within` in addition to the peer
-    /// timeout.
+    /// Lets a peer be silent for the time `within` beyond the peer timeout before its first
+    /// message.
     pub fn allow_start(&mut self, peer: ProcessId, within: Duration) {
         if let Some(peer) = self.peers.get_mut(peer.index()) {
             peer.starts_within = within;
@@ -274,34 +275,34 @@ impl<C: Cargo> Router<C> {
         self.history.count()
     }
 
-    /// Returns the rolling hash at operation `op`, or `None` if this process has not issued it or
-    /// has forgotten it.
+    /// Returns the rolling hash at operation `op`. `None` if this process has not issued the
+    /// operation or no longer stores it.
     pub fn hash_at(&self, op: u64) -> Option<u128> {
         self.history.hash_at(op)
     }
 
-    /// Returns the failure of the whole job, if it has failed.
+    /// Returns the failure of the whole job; `None` if it has not failed.
     pub fn failed(&self) -> Option<&Arc<Failure>> {
         self.failed.as_ref()
     }
 
-    /// Issues an operation, which has the next number, and handles messages that waited for it.
-    /// Calls `clock`, which returns the time, only if needed: most operations of a large job
-    /// concern other processes.
+    /// Issues an operation, which gets the next number, and handles messages that waited for it.
+    /// `clock` returns the time. It is called only if needed, because most operations of a large
+    /// job do not concern this process.
     pub fn issue(&mut self, record: OpRecord, clock: impl Fn() -> Duration) {
         let op = record.op;
         self.history.push(record);
         self.issued(op, clock);
     }
 
-    /// Issues all operations up to `op`, as parts of `span`. The driver calls it once for each
-    /// operation in which this process takes part; that includes all operations before it.
+    /// Issues all operations up to `op`, as parts of `span`. The driver calls this for each
+    /// operation in which this process takes part. The call includes the operations before it.
     pub fn issue_span(&mut self, op: u64, span: &Arc<dyn OpSpan>, clock: impl Fn() -> Duration) {
         self.history.extend(op, span);
         self.issued(op, clock);
     }
 
-    /// Handles the messages and the hashes that waited for operation `op` to be issued.
+    /// Handles the messages and the hashes that waited until operation `op` was issued.
     fn issued(&mut self, op: u64, clock: impl Fn() -> Duration) {
         if self.next_check > op
             && self
@@ -340,12 +341,12 @@ impl<C: Cargo> Router<C> {
     }
 
     /// Registers `waiter` for a piece of `bytes` bytes from `from` in an issued operation. Does not
-    /// block: the waiter gets the piece or a failure by [`RouterAction::Deliver`]. `key` is
-    /// (operation, piece). `hash` is the rolling hash at the operation, which this router may have
-    /// forgotten.
+    /// block: [`RouterAction::Deliver`] later gives the waiter the piece or a failure. `key` is
+    /// (operation, piece). `hash` is the rolling hash at the operation, which this router may no
+    /// longer store.
     ///
-    /// The memory for the piece must be reserved: a large piece is granted now, unless it comes by
-    /// zero-copy transfer.
+    /// The caller must have reserved the memory for the piece: a large piece is granted at once,
+    /// unless it comes by zero-copy transfer.
     pub fn expect(
         &mut self,
         from: ProcessId,
@@ -358,7 +359,7 @@ impl<C: Cargo> Router<C> {
         self.expect_within(from, key, hash, bytes..=bytes, waiter, now);
     }
 
-    /// Registers `waiter` for a piece with one of the lengths `bytes`.
+    /// Registers `waiter` for a piece whose length in bytes is in the range `bytes`.
     fn expect_within(
         &mut self,
         from: ProcessId,
@@ -426,8 +427,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Registers `waiter`, as [`Router::expect`] does, for a piece of which only the sender knows
-    /// the size. The sender [announces](Self::announce) it. A piece of more than `size.most` bytes
+    /// Registers `waiter`, as [`Router::expect`] does, for a piece whose size only the sender
+    /// knows. The sender [announces](Self::announce) it. A piece of more than `size.most` bytes
     /// breaks the protocol.
     ///
     /// If the likely size is large, the piece is granted at once, which saves a round trip.
@@ -453,8 +454,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Registers `waiter` for a piece of any size that an issued operation no longer needs, and
-    /// grants it, so that its sender can finish.
+    /// Registers `waiter` for a piece of any size that an issued operation no longer needs. Grants
+    /// the piece, so that its sender can finish.
     pub fn decline(
         &mut self,
         from: ProcessId,
@@ -472,8 +473,8 @@ impl<C: Cargo> Router<C> {
     }
 
     /// Offers a piece of `bytes` bytes of an issued operation to `to`, which does not know its
-    /// size. Sends or keeps the piece as [`Router::offer`] does. Also tells `to` of a large piece,
-    /// which asks for its grant. `key` is (operation, piece).
+    /// size. Sends or keeps the piece as [`Router::offer`] does. If the piece is large, also asks
+    /// `to` to grant it. `key` is (operation, piece).
     pub fn announce(
         &mut self,
         to: ProcessId,
@@ -488,13 +489,13 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Offers a piece of `bytes` bytes of an issued operation to `to`. Sends the piece now if it
-    /// goes by zero-copy transfer, if it is granted already, or if it is small and within credit.
-    /// Otherwise keeps it until the grant. Discards `cargo` once `to` is gone or the job has
-    /// failed.
+    /// Offers a piece of `bytes` bytes of an issued operation to `to`. Sends the piece at once if
+    /// it goes by zero-copy transfer, if it is already granted, or if it is small and within
+    /// credit. Otherwise keeps it until the grant. Discards `cargo` once `to` is gone or the job
+    /// has failed.
     ///
     /// The tuple is (operation, piece). `hash` is the rolling hash at the operation, which this
-    /// router may have forgotten.
+    /// router may no longer store.
     pub fn offer(
         &mut self,
         to: ProcessId,
@@ -535,9 +536,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Asks `to` to tell as soon as it has taken all zero-copy pieces of this process up to
-    /// operation `op`. Then [`RouterAction::Taken`] follows. Does nothing without zero-copy
-    /// transfer to `to`, if `to` is gone, or if the job has failed.
+    /// Asks `to` to report when it has taken all zero-copy pieces of this process up to operation
+    /// `op`. [`RouterAction::Taken`] follows. Does nothing without zero-copy transfer to `to`, if
+    /// `to` is gone, or if the job has failed.
     pub fn ask_taken(&mut self, to: ProcessId, op: u64) {
         let peer = &self.peers[to.index()];
         if peer.zero_copy && !peer.has_left() && self.failed.is_none() {
@@ -553,7 +554,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Tells `to` that a piece for which it waits will never come, because of `failure`. Does
+    /// Tells `to`, because of `failure`, that it will never get a piece for which it waits. Does
     /// nothing if `to` is gone or the job has failed.
     pub fn poison(&mut self, to: ProcessId, op: u64, piece: u64, failure: &Failure) {
         let body = encode_failure(failure);
@@ -572,8 +573,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Handles a message that arrived. `control` holds its payload if the kind carries a control
-    /// payload.
+    /// Handles a message that arrived. `control` is its payload if its kind has a control payload.
     pub fn arrived(
         &mut self,
         from: ProcessId,
@@ -653,9 +653,9 @@ impl<C: Cargo> Router<C> {
     }
 
     /// Ends step number `step`: sends the rolling hash to the process with the next number, which
-    /// compares it.
+    /// compares it with its own.
     ///
-    /// Thus each process is compared with the next one, and all together.
+    /// Each process is thus compared with the next one, and so all processes with each other.
     pub fn step_end(&mut self, step: u64) {
         self.history.step_ended();
         let next = ProcessId((self.config.process.0 + 1) % self.config.processes as u32);
@@ -676,9 +676,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the number of pieces, grants and messages that this router still keeps. None are
-    /// left when all processes have ended in order. Does not count offers: one that its piece has
-    /// overtaken stays, which happens over transports that change the order of messages.
+    /// Returns the number of pieces, grants and messages that this router still keeps. It is 0 when
+    /// all processes have ended in order. Offers are not counted: an offer that arrives after its
+    /// piece stays here, which happens over transports that change the order of messages.
     pub fn kept(&self) -> usize {
         let of_peers = self
             .peers
@@ -692,7 +692,7 @@ impl<C: Cargo> Router<C> {
         early.count() + self.parked.len() + of_peers.sum::<usize>()
     }
 
-    /// Forgets messages and grants that arrived for operation `op`, which has ended here.
+    /// Drops messages and grants for operation `op`, which has ended on this process.
     pub fn forget(&mut self, op: u64) {
         let ended: Vec<_> = self
             .early
@@ -715,7 +715,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Handles a message about a piece of an operation that this process has issued.
+    /// Handles a message about a piece of an operation that this process has already issued.
     fn piece_message(
         &mut self,
         from: ProcessId,
@@ -767,7 +767,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Delivers a piece to its waiter, and counts it for its sender's credit or report.
+    /// Delivers a piece to its waiter, and counts it for the sender's credit or for the next
+    /// report.
     fn deliver(&mut self, from: ProcessId, header: Header, incoming: C::Incoming) {
         let key = (header.op, header.piece);
         let peer = &mut self.peers[from.index()];
@@ -827,7 +828,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Tells a peer up to which operation all its zero-copy pieces were taken, if that has changed.
+    /// Reports to a peer up to which operation this process has taken all its zero-copy pieces, if
+    /// that has changed.
     pub(super) fn tell_taken(&mut self, to: ProcessId) {
         let peer = &self.peers[to.index()];
         if peer.last_taken <= peer.told || !peer.is_reachable() {
@@ -861,7 +863,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Gives the waiter of a piece the reason why the piece will never come.
+    /// Tells the waiter of a piece why the piece will never arrive.
     fn poisoned(&mut self, from: ProcessId, key: PieceKey, failure: Arc<Failure>) {
         if self.failed.is_some() {
             return;
@@ -879,14 +881,15 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the description of an operation for messages, or just its number if it is forgotten.
+    /// Returns the description of an operation for messages. Returns only its number if it is no
+    /// longer stored.
     fn name(&self, op: u64) -> String {
         self.history
             .describe(op)
             .unwrap_or_else(|| format!("operation {op}"))
     }
 
-    /// Grants a piece to its sender.
+    /// Sends a grant to the sender of a piece, which may then send the piece.
     fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {
         let Some(expected) = self.peers[to.index()].expected.get_mut(&key) else {
             return;
@@ -896,8 +899,8 @@ impl<C: Cargo> Router<C> {
         self.post_piece(MessageKind::Grant, to, key, hash, bytes, Body::Empty);
     }
 
-    /// Returns the rolling hash at a piece's operation. A forgotten operation still has one while
-    /// the piece waits here; otherwise returns `None`.
+    /// Returns the rolling hash at a piece's operation. If the operation is no longer stored, the
+    /// hash is known only while the piece waits in this router; otherwise returns `None`.
     pub(super) fn hash_of(&self, peer: ProcessId, key: PieceKey) -> Option<u128> {
         let peer = &self.peers[peer.index()];
         let expected = || peer.expected.get(&key).map(|expected| expected.hash);
@@ -925,7 +928,7 @@ impl<C: Cargo> Router<C> {
         self.actions.push(RouterAction::Post { to, header, body });
     }
 
-    /// Returns a header of this process, with its epoch and its number of operations.
+    /// Creates a header with this process's epoch and its number of issued operations.
     fn header(&self, kind: MessageKind) -> Header {
         Header {
             epoch: self.config.epoch,

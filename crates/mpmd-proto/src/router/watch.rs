@@ -11,33 +11,33 @@ use super::{Body, Cargo, Failure, FailureKind, Router, RouterAction};
 use crate::control;
 use crate::wire::{Header, MessageKind, ProcessId};
 
-/// Time after which a process that waits for a piece probes the sender.
+/// Time after which a process that waits for a piece sends a probe to the piece's sender.
 pub(super) const PROBE_AFTER: Duration = Duration::from_millis(100);
 
-/// Limit on the time between two probes of one wait.
+/// Longest time between two probes for the same wait.
 const PROBE_AT_MOST: Duration = Duration::from_secs(5);
 
-/// Limit on the chain of waits that is passed on, in lines.
+/// Largest number of lines of a chain of waits that are sent or stored.
 const CHAIN: usize = 16;
 
-/// Limit on each line of a peer's answer that is kept, in bytes.
+/// Largest length in bytes of each stored line of a peer's answer to a probe.
 const LONGEST_LINE: usize = 4 << 10;
 
-/// The description that a process gives of itself when a peer waits for it.
+/// A process's description of its own state, sent to a peer that waits for it.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct ProbeAnswer {
     /// Number of operations that the process has issued.
     pub count: u64,
-    /// The activity of the process's program and devices.
+    /// A description of the current activity of the process's program and devices.
     pub doing: String,
-    /// The process's own wait, then the answer of the process that it waits for, and so on to the
-    /// root cause.
+    /// The chain of waits, one per line: the wait of this process, then that of the process that it
+    /// waits for, and so on to the root cause.
     pub chain: Vec<String>,
 }
 
 impl<C: Cargo> Router<C> {
-    /// Tells the router the time. Sends heartbeats and probes, finds lost peers, and reports long
-    /// waits. Call it a few times a second.
+    /// Handles the time `now`: sends heartbeats and probes, finds lost peers, and reports long
+    /// waits. The driver calls it a few times a second.
     pub fn tick(&mut self, now: Duration) {
         if now.saturating_sub(self.ticked) > self.config.peer_timeout / 2 {
             self.forget_stop(now - self.ticked, now);
@@ -62,9 +62,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Answers a probe of `to`, as [`RouterAction::Answer`] demands. `doing` describes this
-    /// process's activity. `running` is the lowest operation in progress on this process itself
-    /// that waits for no lower one. Does nothing if `to` is gone.
+    /// Answers a probe of `to`, after [`RouterAction::Answer`]. `doing` describes this process's
+    /// activity. `running` is the lowest operation in progress on this process that waits for no
+    /// lower one. Does nothing if `to` is gone.
     pub fn answer(
         &mut self,
         to: ProcessId,
@@ -97,12 +97,12 @@ impl<C: Cargo> Router<C> {
         });
     }
 
-    /// Describes an operation for people, if this process still remembers it.
+    /// Describes an operation for users. `None` if this process no longer stores it.
     pub fn describe(&self, op: u64) -> Option<String> {
         self.history.describe(op)
     }
 
-    /// Probes every peer that is still there, and forgets its earlier answer.
+    /// Sends a probe to every peer that has not left, and drops its earlier answer.
     /// [`Router::last_words`] returns the new answers.
     pub fn ask_all(&mut self) {
         let op = self.history.count();
@@ -123,8 +123,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the latest answers of the peers that are still there, in at most 16 lines: their
-    /// activity and their own waits. A line says so if a peer has not answered.
+    /// Returns the latest answers of the peers that have not left, in at most 16 lines: their
+    /// activity and their own waits. Peers that have not answered get a line too.
     pub fn last_words(&self) -> Vec<String> {
         let said = |process: ProcessId| {
             let answer = self.peers[process.index()].answer.as_ref();
@@ -153,8 +153,8 @@ impl<C: Cargo> Router<C> {
         lines
     }
 
-    /// Handles a probe of a peer. Has the driver answer it, unless the two programs differ: then
-    /// opens a dispute.
+    /// Handles a peer's probe. Tells the driver to answer it. If the two programs have issued
+    /// different operations, opens a dispute instead.
     pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
         if header.op <= self.history.count() {
             if self
@@ -177,7 +177,7 @@ impl<C: Cargo> Router<C> {
         });
     }
 
-    /// Keeps a peer's answer to a probe, within limits.
+    /// Stores a peer's answer to a probe, cut to the limits.
     pub(super) fn answered(&mut self, from: ProcessId, control: &[u8]) {
         if let Ok(mut answer) = control::decode::<ProbeAnswer>(control) {
             answer.chain.truncate(CHAIN);
@@ -209,8 +209,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Forgets the time for which this process was stopped, perhaps with its peers. Messages from
-    /// that time are still unread, so it does not count as waiting.
+    /// Excludes the time `stopped`, in which this process and perhaps its peers were stopped, from
+    /// all waits. Messages from that time have not been read yet.
     fn forget_stop(&mut self, stopped: Duration, now: Duration) {
         for peer in &mut self.peers {
             if peer.heard.is_zero() {
@@ -229,7 +229,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Treats peers as lost that the rendezvous has lost and that have sent nothing since.
+    /// Treats a peer as lost if the rendezvous has lost it and no message has arrived from it
+    /// since.
     fn judge_suspects(&mut self, now: Duration) {
         let heartbeat = self.config.heartbeat;
         for process in self.others() {
@@ -246,12 +247,13 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Treats peers as lost from which nothing has come for the peer timeout.
+    /// Treats a peer as lost if no message has arrived from it for the peer timeout.
     ///
-    /// If all of several peers go silent within a heartbeat, this process may be deaf instead: the
-    /// queues of UCX's shared memory are stuck behind a process that was stopped while it wrote to
-    /// one. The others find that process meanwhile. Two heartbeats later, this process fails with
-    /// an error that names all, and after two more gives them up.
+    /// If all of several peers go silent within a heartbeat, this process may be the one that
+    /// cannot receive. The queues of UCX's shared memory can be blocked by a process that was
+    /// stopped while it wrote to one; the other processes find that process meanwhile. Two
+    /// heartbeats later, this process fails with an error that names all peers. After two more it
+    /// gives them up.
     fn find_silent_peers(&mut self, now: Duration) {
         let timeout = self.config.peer_timeout;
         let heartbeat = self.config.heartbeat;
@@ -299,7 +301,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the failure of a process that hears none of its peers.
+    /// Returns the failure of a process that receives no messages from any of its peers.
     fn all_silent(&self, silent: &[ProcessId], why: &str) -> Arc<Failure> {
         let waits = self
             .peers
@@ -323,7 +325,8 @@ impl<C: Cargo> Router<C> {
         Arc::new(Failure::new(FailureKind::PeerLost, silent[0], op, message))
     }
 
-    /// Probes a peer for the oldest wait for it, and reports the wait to the user if it is long.
+    /// Sends a peer a probe for the oldest wait for it, and reports the wait to the user if it is
+    /// long.
     fn watch_waits_for(&mut self, process: ProcessId, now: Duration) {
         let peer_timeout = self.config.peer_timeout;
         let mut probe = None;
@@ -377,9 +380,10 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the chain of waits from the lowest operation for which this process waits, to the
-    /// root cause: one line for each link. Empty if no wait is open here, or if an operation below
-    /// it is `running` here: that operation is then the root cause, or the peers have their own.
+    /// Returns the chain of waits from this process's wait for the lowest operation to the root
+    /// cause, one line per wait. Empty if this process waits for nothing. Also empty if an
+    /// operation below that one is `running` on this process: then that operation is the root
+    /// cause, or the peers have their own.
     pub fn chain(&self, running: Option<u64>) -> Vec<String> {
         let oldest = self
             .others()
@@ -415,7 +419,7 @@ impl<C: Cargo> Router<C> {
         chain
     }
 
-    /// Describes a wait of this process for people.
+    /// Describes a wait of this process for users.
     fn wait_line(&self, process: ProcessId, op: u64, piece: u64, seconds: f32) -> String {
         format!(
             "process {}: {} has waited {seconds:.1} s for piece {piece} from process {process}",

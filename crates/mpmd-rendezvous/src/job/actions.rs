@@ -10,11 +10,11 @@ use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-/// An action that the server must carry out.
+/// An action that the server must carry out for the job.
 #[derive(Debug, PartialEq)]
 pub(crate) enum JobAction {
     Say(Link, ServerReply),
-    /// Close the connection once all replies are sent.
+    /// Closes the connection once all replies are sent.
     Close(Link),
 }
 
@@ -45,7 +45,7 @@ impl JobActions {
     }
 }
 
-/// A pending request and its deadline.
+/// A pending request of a client, with its deadline.
 #[derive(Clone, Copy)]
 pub(super) struct RequestWait {
     pub(super) ask: u64,
@@ -71,7 +71,7 @@ pub(super) fn processes(count: usize) -> impl Iterator<Item = ProcessId> {
     (0..count).map(|process| ProcessId(process as u32))
 }
 
-/// Checks the length of a text that error messages contain.
+/// Checks the length of a name that error messages will contain.
 pub(super) fn check_name(what: &str, name: &str) -> Result<(), RendezvousError> {
     if name.len() <= MAX_KEY_BYTES {
         return Ok(());

@@ -11,7 +11,7 @@ use super::actions::{JobActions, RequestWait, processes};
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-/// The processes that wait, by the name of the barrier.
+/// The processes that wait at each barrier, by the barrier's name.
 #[derive(Default)]
 pub(super) struct Barriers(BTreeMap<String, Vec<BarrierArrival>>);
 
@@ -23,7 +23,7 @@ pub(super) struct BarrierArrival {
 }
 
 impl Barriers {
-    /// Adds a process to a barrier. Answers all once `count` processes have come.
+    /// Adds a process to a barrier. Once `count` processes have arrived, answers all of them.
     pub(super) fn arrive(
         &mut self,
         arrival: BarrierArrival,
@@ -51,7 +51,7 @@ impl Barriers {
         Ok(())
     }
 
-    /// Fails all pending requests, each with the error that `error` returns for its barrier.
+    /// Fails all pending requests. `error` returns the error for a barrier's name.
     pub(super) fn fail(
         &mut self,
         error: impl Fn(String) -> RendezvousError,
@@ -71,7 +71,8 @@ impl Barriers {
         self.0.retain(|_, arrivals| !arrivals.is_empty());
     }
 
-    /// Fails expired requests, with the ones of the job's `count` processes that have not come.
+    /// Fails expired requests. The error names the processes, of the job's `count`, that have not
+    /// arrived.
     pub(super) fn expire(&mut self, now: Instant, count: usize, actions: &mut JobActions) {
         for (name, arrivals) in &mut self.0 {
             if !arrivals.iter().any(|arrival| now >= arrival.wait.until) {
@@ -105,7 +106,7 @@ impl Barriers {
             .for_each(|arrival| arrival.wait.put_off(stopped));
     }
 
-    /// Returns the deadlines of the pending requests.
+    /// Returns the deadlines of the requests that wait at barriers.
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         self.0.values().flatten().map(|arrival| arrival.wait.until)
     }

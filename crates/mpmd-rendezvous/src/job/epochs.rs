@@ -27,16 +27,16 @@ use mpmd_proto::wire::ProcessId;
 
 pub(super) use self::places::{EndKind, JobEntry, JoinWish};
 
-/// The phase of an epoch.
+/// The phase of the current epoch.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum EpochPhase {
     Gathering,
     Running,
-    /// The job can never be complete.
+    /// The processes can never all join, for this reason.
     Failed(RendezvousError),
 }
 
-/// The processes of a job over its epochs.
+/// The processes of a job and their places (process numbers) in its epochs.
 pub(crate) struct Epochs {
     /// The identity of this run of the job.
     run: u128,
@@ -46,36 +46,41 @@ pub(crate) struct Epochs {
     /// True while the server's owner may still start processes for free places.
     owner_starts: bool,
     phase: EpochPhase,
-    /// True once a process of the epoch that runs has left since the job has ended well.
+    /// True once a process of the running epoch has left because the job has ended well.
     has_ended_well: bool,
-    /// Time at which the current epoch began to gather.
+    /// Time at which the current epoch began to wait for its processes.
     gathers_since: Instant,
     gather_until: Instant,
-    /// The time by which processes that have left an epoch return. Set at each loss.
+    /// The deadline for processes that have left a failed epoch to join the next one. Set at each
+    /// loss.
     returns_by: Option<Instant>,
-    /// The epoch that gathers, runs or has failed.
+    /// The current epoch, which waits for its processes, runs or has failed.
     epoch: u64,
     seats: Vec<Option<Seat>>,
-    /// By process, while a later epoch gathers: the holder of the place in the epoch before.
+    /// The holder of each place in the previous epoch, by process, while a later epoch waits for
+    /// its processes.
     before: Vec<Option<FormerHolder>>,
-    /// By process, while an epoch gathers: true if a spare may have the process's place.
+    /// True for each place that a spare may take, by process, while an epoch waits for its
+    /// processes.
     vacant: Vec<bool>,
-    /// Clients that wait for a place, in order of arrival.
+    /// Processes that wait for a place, in order of arrival.
     spares: Vec<Seat>,
     leavers: Leavers,
-    /// By client that has had a place: that in the newest epoch that it has joined.
+    /// The place of each client in the newest epoch that it has joined.
     joined: BTreeMap<Link, ProcessId>,
-    /// By key: the processes that are here, and those that had a place in an epoch that has begun.
+    /// Processes that are connected or had a place in an epoch that has begun, by the key of their
+    /// identity.
     known: BTreeMap<u128, KnownProcess>,
-    /// (Process, its failure), in order of arrival, at most one from each process.
+    /// The reported failures with the processes that reported them, in order of arrival. At most
+    /// one per process.
     reports: Vec<(ProcessId, FailureReport)>,
-    /// The program and the facts of the epochs so far: those of the first process. `None` before
-    /// the first epoch.
+    /// The program and the facts that all processes must have: those of the first process to join.
+    /// `None` before the first epoch.
     agreed: Option<JobMember>,
-    /// (Number with which a process joined first, the reason why it had no place), of processes
-    /// that waited.
+    /// Processes that waited for a place and were refused, with the reason. A process is named by
+    /// the number with which it first joined.
     refused: Vec<(ProcessId, String)>,
-    /// The addresses of processes that can go on with the service, by the last epoch that has
+    /// The addresses of processes that can take over the service, as of the last epoch that has
     /// begun.
     heirs: Vec<String>,
 }
@@ -107,7 +112,7 @@ impl Epochs {
         }
     }
 
-    /// True once all processes have joined the first epoch.
+    /// Returns true once all processes have joined the first epoch.
     pub(crate) fn has_begun(&self) -> bool {
         self.epoch > 1 || self.phase == EpochPhase::Running
     }
@@ -116,19 +121,19 @@ impl Epochs {
         &self.phase
     }
 
-    /// The failures that processes of the job have reported in this epoch, as (process, report), in
-    /// order of arrival.
+    /// Returns the failures that processes have reported in this epoch, each with the process that
+    /// reported it, in order of arrival.
     pub(crate) fn reports(&self) -> &[(ProcessId, FailureReport)] {
         &self.reports
     }
 
-    /// Returns the processes that waited for a place and were refused, by the number with which
-    /// each joined first, with the reason.
+    /// Returns the processes that waited for a place and were refused, with the reason. A process
+    /// is named by the number with which it first joined.
     pub(crate) fn refused(&self) -> &[(ProcessId, String)] {
         &self.refused
     }
 
-    /// Number of processes that joined and have neither left nor ended.
+    /// Returns the number of processes that have joined and have neither left nor died.
     pub(crate) fn present(&self) -> usize {
         self.seats
             .iter()
@@ -137,9 +142,9 @@ impl Epochs {
             .count()
     }
 
-    /// Returns the number of places that need a new process: places of processes that are gone, and
-    /// those that the job had at first and has no longer, less the number of waiting spares. 0 if
-    /// the job is over.
+    /// Returns the number of additional processes that the job needs. It counts places whose
+    /// process is gone and places that the job has lost since its start, and subtracts the waiting
+    /// spares. 0 if the job is over.
     pub(crate) fn wanted(&self) -> usize {
         if self.is_over() {
             return 0;
@@ -163,12 +168,12 @@ impl Epochs {
         (free + gone).saturating_sub(self.spares.len())
     }
 
-    /// True if all processes of an epoch are gone and none returns.
+    /// Returns true if all processes of the running epoch are gone and none will return.
     pub(crate) fn is_over(&self) -> bool {
         self.phase == EpochPhase::Running && self.seats.iter().all(is_gone)
     }
 
-    /// Returns the part of each known process, with the number with which it joined first.
+    /// Returns the role of each known process, with the number with which it first joined.
     pub(crate) fn parts(&self) -> Vec<(ProcessId, ProcessPart)> {
         self.known
             .values()
@@ -176,7 +181,7 @@ impl Epochs {
             .collect()
     }
 
-    /// Returns the number of places of the epoch that runs, or of the one before while one gathers.
+    /// Returns the number of places of the current epoch.
     pub(crate) fn places(&self) -> usize {
         self.seats.len()
     }
@@ -190,7 +195,7 @@ impl Epochs {
         self.joined.contains_key(&link)
     }
 
-    /// Removes a client. Returns its process, if it had joined.
+    /// Removes a client. Returns its place, if it had joined.
     pub(super) fn forget(&mut self, link: Link, actions: &mut JobActions) -> Option<ProcessId> {
         self.forget_leaver(link);
         if let Some(at) = self.spares.iter().position(|spare| spare.link == link) {
@@ -209,15 +214,15 @@ impl Epochs {
         (seat.link == link).then_some(process)
     }
 
-    /// True if the holder of a place in the last epoch has not left that one, but is alive: its
-    /// program runs code of its own.
+    /// Returns true if the process that held a place in the previous epoch is alive and has not
+    /// left that epoch. Its program is still running its own code.
     fn is_busy(&self, process: ProcessId) -> bool {
         let stands = |former: &FormerHolder| self.has_joined(former.link);
         self.seats[process.index()].is_none()
             && self.before[process.index()].as_ref().is_some_and(stands)
     }
 
-    /// Returns the way to the status of each process. An error if the job can never be complete.
+    /// Returns for each process how to get its status. Fails if the job can never be complete.
     pub(super) fn statuses(&self) -> Result<impl Iterator<Item = StatusSource>, RendezvousError> {
         if let EpochPhase::Failed(error) = &self.phase {
             return Err(error.clone());
@@ -238,11 +243,11 @@ impl Epochs {
         }))
     }
 
-    /// Returns the place of a client that comes to a barrier.
+    /// Returns the place of a client that arrives at a barrier.
     ///
     /// # Errors
     ///
-    /// If its epoch does not run, or a process of it has ended.
+    /// If the client's epoch is not running, or one of its processes has ended.
     pub(super) fn place_at_barrier(
         &self,
         link: Link,
@@ -302,9 +307,9 @@ impl Epochs {
         Ok(())
     }
 
-    /// Notes that the job has ended well, as a client with a place in the newest epoch that has
-    /// begun says. If a process that was cut off at the end has begun another epoch, that one is
-    /// over too.
+    /// Records that the job has ended well, as reported by a client of the newest epoch that has
+    /// begun. If a process that lost its connection at the end has begun another epoch, that epoch
+    /// is over too.
     pub(super) fn ends_well(&mut self, link: Link, now: Instant, actions: &mut JobActions) {
         if self.phase == EpochPhase::Running && self.place_of(link).is_some() {
             self.has_ended_well = true;
@@ -330,9 +335,9 @@ impl Epochs {
         }
     }
 
-    /// Returns the process that begins the next epoch if it joins: one with a place in the epoch
-    /// that runs, which it has not left in order. `None` if the job has ended well: then a process
-    /// that was cut off at the end has nothing left to do.
+    /// Returns the place of a process that begins the next epoch by joining: it must have a place
+    /// in the running epoch and not have left in order. Returns `None` if the job has ended well:
+    /// then a process that lost its connection at the end has no work left.
     pub(super) fn begins_next(&self, wish: &JoinWish) -> Option<ProcessId> {
         let is_next = wish.epoch == self.epoch + 1 && self.phase == EpochPhase::Running;
         if !is_next || wish.leaves || self.has_ended_well {
@@ -346,7 +351,7 @@ impl Epochs {
         own.map(|(process, _)| process)
     }
 
-    /// Begins the next epoch. In it every place is free again, for the process that had it.
+    /// Begins the next epoch. Every place is free again, and reserved for the process that had it.
     pub(super) fn begin_next(&mut self, now: Instant) {
         self.epoch += 1;
         self.phase = EpochPhase::Gathering;
@@ -382,7 +387,7 @@ impl Epochs {
         }
     }
 
-    /// Handles the deadlines that are due.
+    /// Handles deadlines that have passed.
     pub(super) fn tick(&mut self, now: Instant, actions: &mut JobActions) {
         if self.phase == EpochPhase::Gathering && now >= self.gather_until {
             self.end_gathering(now, actions);
@@ -391,7 +396,7 @@ impl Epochs {
         self.expire(now, actions);
     }
 
-    /// Returns the deadlines.
+    /// Returns the times at which [`tick`](Self::tick) has work to do.
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         let joins = self.seats.iter().flatten().map(|seat| seat.waits.until);
         let joins = joins.chain([self.gather_until]);
@@ -409,9 +414,9 @@ impl Epochs {
             .for_each(|seat| seat.waits.put_off(stopped));
     }
 
-    /// Handles the end of the time in which an epoch should have gathered. Processes that have not
-    /// come to a later epoch, or to the first if there are spares, lose their places, unless they
-    /// are busy. New processes get the time once more.
+    /// Handles the deadline of an epoch that waits for its processes. In a later epoch, or in the
+    /// first if there are spares, late processes lose their places unless they are busy. The
+    /// processes that replace them get the full time again.
     fn end_gathering(&mut self, now: Instant, actions: &mut JobActions) {
         if self.leavers.awaited > 0 {
             self.leavers.awaited = 0;
@@ -501,7 +506,7 @@ impl Epochs {
         }
     }
 
-    /// Counts processes as died that should have returned by now, if no other one can begin the
+    /// Counts processes as dead that have not returned in time, if no other process can begin the
     /// next epoch.
     fn stop_waiting_for_returns(&mut self, now: Instant, actions: &mut JobActions) {
         let is_due = self.returns_by.is_some_and(|until| now >= until);
@@ -532,10 +537,10 @@ impl Epochs {
         self.dismiss_spares(now, actions);
     }
 
-    /// Marks a process as ended. Returns true if its epoch runs. Before an epoch is complete, only
-    /// frees the process's number. `link` is the process's connection: it may be of an earlier
-    /// epoch. `now` is the time of the last tick: a stop of the server since then puts off all
-    /// deadlines.
+    /// Marks a process as ended. Returns true if its epoch is running. Before an epoch is complete,
+    /// only frees the process's place. `link` is the process's connection, perhaps of an earlier
+    /// epoch. `now` is the time of the last tick: all deadlines are extended by a stop of the
+    /// server since then.
     pub(super) fn end(
         &mut self,
         link: Link,
@@ -594,8 +599,8 @@ impl Epochs {
         true
     }
 
-    /// Tells the spares that the job has ended, if it has: no process is left, and none returns. If
-    /// all were lost, those that leave may go on with it.
+    /// If the job is over, tells the spares: no process is left, and none will return. If all
+    /// processes were lost, processes that are leaving may continue the job.
     pub(super) fn dismiss_spares(&mut self, now: Instant, actions: &mut JobActions) {
         if !self.is_over() {
             return;
@@ -625,7 +630,8 @@ impl Epochs {
         }
     }
 
-    /// Fails a job that can never be complete, and answers all processes that joined with `error`.
+    /// Fails a job that can never be complete, and answers all processes that have joined with
+    /// `error`.
     fn fail(&mut self, error: RendezvousError, actions: &mut JobActions) {
         let spares = std::mem::take(&mut self.spares);
         let leavers = self.leavers.take();
@@ -665,8 +671,8 @@ impl Epochs {
         }
     }
 
-    /// Returns the first process of a running epoch that was lost, or that has left it as failed,
-    /// and the reason.
+    /// Returns the first process of the running epoch that died or left the epoch as failed, with
+    /// the reason.
     fn lost(&self) -> Option<(ProcessId, String)> {
         if self.phase != EpochPhase::Running {
             return None;
@@ -680,8 +686,8 @@ impl Epochs {
             })
     }
 
-    /// Returns the process because of which a value will never come for the client of `link`, and
-    /// the reason: one of its epoch is lost, or its epoch has ended.
+    /// Returns the process, with the reason, because of which a value will never be set for the
+    /// client of `link`. That process was lost, or the client's epoch has ended.
     pub(super) fn lost_for(&self, link: Link) -> Option<(ProcessId, String)> {
         let process = *self.joined.get(&link)?;
         match self.place_of(link) {
@@ -690,7 +696,7 @@ impl Epochs {
         }
     }
 
-    /// Notes the failure of a process. Only the first of each process counts.
+    /// Records the failure that a process reports. Only the first report of a process counts.
     pub(super) fn report(
         &mut self,
         link: Link,
@@ -709,7 +715,7 @@ impl Epochs {
     }
 }
 
-/// Checks the length of a process's facts. Error messages contain some of them.
+/// Checks the total length of a process's facts, because error messages contain some of them.
 fn check_facts(facts: &[Fact]) -> Result<(), RendezvousError> {
     let bytes = |fact: &Fact| {
         fact.name.len() + fact.value.as_ref().map_or(0, String::len) + fact.note.len()
@@ -727,7 +733,7 @@ fn check_facts(facts: &[Fact]) -> Result<(), RendezvousError> {
     }
 }
 
-/// True if the process of a place is gone and does not return.
+/// Returns true if a place's process is gone and will not return.
 fn is_gone(seat: &Option<Seat>) -> bool {
     let end = seat.as_ref().and_then(|seat| seat.ended.as_ref());
     end.is_some_and(|end| end.how != EndKind::Returns)

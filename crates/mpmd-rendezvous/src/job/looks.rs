@@ -14,15 +14,15 @@ use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-/// The looks that are not complete.
+/// Observers' requests for the statuses of all processes that are not complete.
 #[derive(Default)]
 pub(super) struct Looks {
     open: Vec<OpenLook>,
-    /// Number of looks so far.
+    /// Number of such requests so far.
     count: u64,
 }
 
-/// A look at the job for which the status of some processes is still missing.
+/// An observer's request for which the statuses of some processes are still missing.
 struct OpenLook {
     number: u64,
     link: Link,
@@ -31,13 +31,13 @@ struct OpenLook {
     until: Instant,
 }
 
-/// A process, and the link by which it can be asked for its status.
+/// A process, with the connection over which the service can ask for its status.
 pub(super) struct StatusSource {
     pub(super) process: ProcessId,
     pub(super) link: Result<Link, StatusAbsence>,
 }
 
-/// The reason why a process cannot be asked for its status.
+/// The reason why the service cannot ask a process for its status.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum StatusAbsence {
     #[error("it runs code of its own, in an epoch that has ended")]
@@ -51,13 +51,13 @@ pub(super) enum StatusAbsence {
     Waits,
 }
 
-/// The longest time that an observer waits for the status of a process.
+/// Longest time that an observer waits for the status of a process.
 const LOOK_WITHIN: Duration = Duration::from_secs(1);
 
 impl Looks {
-    /// Begins a look for the client of `link`: asks each process with a link for its status, with
-    /// these words. For those without a link, passes on the reason. Returns the answer if there is
-    /// nothing to wait for. Fails if the words do not fit a message.
+    /// Begins an observer's request, which came from the client `link`. Sends `words` to each
+    /// process that is connected, and passes on why the others have no status. Returns the answer
+    /// if no status is missing. Fails if `words` do not fit a message.
     pub(super) fn begin(
         &mut self,
         link: Link,
@@ -125,7 +125,7 @@ impl Looks {
         Ok(None)
     }
 
-    /// Passes on the status that `process` has told for the look with this number.
+    /// Passes on the status that `process` has sent for the request number `look`.
     pub(super) fn told(
         &mut self,
         process: ProcessId,
@@ -141,7 +141,7 @@ impl Looks {
         );
     }
 
-    /// Tells all looks that miss `process` that it has ended.
+    /// Tells all observers that wait for the status of `process` that it has ended.
     pub(super) fn ended(&mut self, process: ProcessId, why: &str, actions: &mut JobActions) {
         self.seen(process, &Err(why.to_owned()), |_| true, actions);
     }
@@ -165,13 +165,13 @@ impl Looks {
             .for_each(|look| look.until = after(look.until, stopped));
     }
 
-    /// Returns the deadlines of the looks that are not complete.
+    /// Returns the deadlines of the incomplete requests.
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         self.open.iter().map(|look| look.until)
     }
 
-    /// Passes on the status of `process` to the looks that miss it and for which `is_for` returns
-    /// true, and ends those that miss no other.
+    /// Passes on the status of `process` to all requests that miss it and for which `is_for`
+    /// returns true. Completes the requests that miss no other status.
     fn seen(
         &mut self,
         process: ProcessId,
@@ -196,7 +196,7 @@ impl Looks {
     }
 }
 
-/// Returns a status that fits a message.
+/// Returns the status, or a reason instead if the status does not fit a message.
 fn passed_on(status: ProcessStatus) -> ProcessStatus {
     let (bytes, most) = match &status {
         Ok(status) => (status.len(), MAX_VALUE_BYTES),

@@ -11,7 +11,7 @@ use super::actions::{JobActions, RequestWait, check_name};
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-/// The values by key, over all epochs of the job.
+/// The values that processes have set, by key, over all epochs of the job.
 #[derive(Default)]
 pub(super) struct SharedValues {
     values: HashMap<String, Vec<u8>>,
@@ -48,8 +48,8 @@ impl SharedValues {
         Ok(RequestAnswer::Done)
     }
 
-    /// Returns a value, or `None` if the request waits for it. `lost` returns the process because
-    /// of which nobody will set it any more, with the reason.
+    /// Returns a value, or `None` if the request must wait for it. `lost` returns the process, with
+    /// the reason, because of which the value will never be set.
     pub(super) fn get(
         &mut self,
         link: Link,
@@ -70,8 +70,8 @@ impl SharedValues {
         Ok(None)
     }
 
-    /// Fails the requests of clients for which `is_of_epoch` returns true: nobody may set their
-    /// values any more because of `process`.
+    /// Fails pending requests of the clients for which `is_of_epoch` returns true. `process` was
+    /// lost, so their values will never be set.
     pub(super) fn fail(
         &mut self,
         is_of_epoch: impl Fn(Link) -> bool,
@@ -111,7 +111,7 @@ impl SharedValues {
             .for_each(|get| get.wait.put_off(stopped));
     }
 
-    /// Returns the deadlines of the pending requests.
+    /// Returns the deadlines of the requests that wait for a value.
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         self.gets.iter().map(|get| get.wait.until)
     }

@@ -13,67 +13,67 @@ use super::super::sys::{UcxStatus, ucp_am_recv_attr_t, ucp_am_recv_param_t, ucp_
 use super::HEADER_MAX;
 use mpmd_memory::{ALIGNMENT, OwnedBuffer, Pool, SharedBuffer};
 
-/// An event that a callback has recorded.
+/// An event that a callback of UCX has recorded.
 pub(super) enum RecordedEvent {
     Message {
         id: u32,
         header: HeaderBytes,
         bytes: CallbackBytes,
     },
-    /// The operation with this number is over.
+    /// The operation with this number has ended with this status.
     Ended(usize, UcxStatus),
-    /// The endpoint with this number has failed.
+    /// The endpoint with this number has failed with this status.
     Failed(usize, UcxStatus),
 }
 
-/// The header of a message.
+/// A copy of the header of a received message.
 pub(in super::super) struct HeaderBytes {
     bytes: [u8; HEADER_MAX],
-    /// Number of bytes in use.
+    /// Number of bytes of the header in `bytes`.
     used: usize,
 }
 
 impl HeaderBytes {
-    /// Returns the bytes in use.
+    /// Returns the bytes of the header.
     pub(in super::super) fn used(&self) -> &[u8] {
         &self.bytes[..self.used]
     }
 }
 
-/// The bytes of a message as its callback leaves them.
+/// A message's payload, as the callback for its arrival has stored it.
 pub(super) enum CallbackBytes {
     Body(MessageBody),
-    /// The place of a small payload in [`Inbox::small`].
+    /// The byte range of a small payload in [`Inbox::small`].
     Small(Range<usize>),
 }
 
-/// The bytes of a message.
+/// The payload of a received message.
 pub(in super::super) enum MessageBody {
     Empty,
     Here(SharedBuffer),
-    /// The bytes lie with the sender: their descriptor, and their number.
+    /// The payload is still in the sender's memory: its descriptor, and its length in bytes.
     There(Descriptor, usize),
 }
 
-/// Stands for bytes that lie with their sender. Must be returned to its worker, which fetches or
-/// discards the bytes.
+/// Identifies a payload that is still in the sender's memory. Pass it back to the worker to fetch
+/// or discard the payload.
 pub(in super::super) struct Descriptor(pub(super) NonNull<c_void>);
 
-/// Collects the events of a call to UCX.
+/// Collects the events that callbacks report during a call to UCX.
 pub(super) struct Inbox {
     pub(super) happened: RefCell<Vec<RecordedEvent>>,
-    /// The pool for copies of bytes that came with their message.
+    /// The pool that supplies buffers for payloads that arrived with their message.
     pub(super) pool: RefCell<Option<Pool>>,
-    /// The small payloads that have come since the last [`Inbox::take_small`], each aligned.
+    /// The small payloads that have arrived since the last [`Inbox::take_small`], each aligned.
     small: RefCell<Vec<u8>>,
 }
 
-/// Payloads up to this many bytes that come together share one buffer: a buffer of its own would
-/// take longer than the copy.
+/// Largest payload, in bytes, that shares a buffer with others that arrive in the same call.
+/// Allocating a separate buffer would take longer than copying it.
 const SMALL: usize = 256;
 
 thread_local! {
-    /// The inbox of the current call to UCX on this thread; null outside such calls.
+    /// The inbox of the call to UCX that this thread is in; null outside such calls.
     static CURRENT: Cell<*const Inbox> = const { Cell::new(std::ptr::null()) };
 }
 
@@ -86,7 +86,7 @@ impl Inbox {
         })
     }
 
-    /// Runs `call`; its callbacks write into this inbox.
+    /// Calls `call`, during which UCX's callbacks write into this inbox.
     pub(super) fn during<T>(&self, call: impl FnOnce() -> T) -> T {
         struct RestoreInbox(*const Inbox);
         impl Drop for RestoreInbox {
@@ -99,7 +99,7 @@ impl Inbox {
     }
 }
 
-/// Calls `write` with the inbox of the current call to UCX.
+/// Calls `write` with the inbox of the call to UCX that this thread is in.
 fn with_current(write: impl FnOnce(&Inbox)) {
     let inbox = CURRENT.get();
     if inbox.is_null() {
@@ -162,13 +162,13 @@ pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status:
     });
 }
 
-/// Records a message. Copies bytes that came with it; for a rendezvous, keeps the descriptor
-/// instead. Drops a message with too long a header.
+/// Records a received message. Copies a payload that came with it; for a rendezvous, keeps the
+/// payload's descriptor instead. Drops a message whose header is too long.
 ///
 /// # Safety
 ///
 /// Called only by UCX. The header and the data are valid during the call. For a rendezvous, the
-/// descriptor is valid until it is given back.
+/// descriptor is valid until it is fetched or discarded.
 pub(super) unsafe extern "C" fn arrived(
     id: *mut c_void,
     header: *const c_void,
@@ -224,7 +224,7 @@ pub(super) unsafe extern "C" fn arrived(
 }
 
 impl Inbox {
-    /// Copies the bytes of a message out of UCX's memory.
+    /// Copies a payload out of UCX's memory.
     fn keep(&self, data: &[u8]) -> CallbackBytes {
         if data.len() > SMALL {
             return CallbackBytes::Body(MessageBody::Here(self.copy(data)));
@@ -236,7 +236,7 @@ impl Inbox {
         CallbackBytes::Small(start..start + data.len())
     }
 
-    /// Moves the small payloads into a buffer. `None` if there are none.
+    /// Moves the small payloads into one buffer. Returns `None` if there are none.
     pub(super) fn take_small(&self) -> Option<SharedBuffer> {
         let mut small = self.small.borrow_mut();
         let buffer = (!small.is_empty()).then(|| self.copy(&small));
@@ -244,7 +244,7 @@ impl Inbox {
         buffer
     }
 
-    /// Copies bytes to memory of the pool, or to memory of their own if it has none.
+    /// Copies bytes to a buffer of the pool, or outside the pool if it has no memory left.
     fn copy(&self, data: &[u8]) -> SharedBuffer {
         let pooled = self
             .pool

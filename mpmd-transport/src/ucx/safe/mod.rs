@@ -30,24 +30,26 @@ use slots::{EndedSlot, OperationSlots};
 pub(super) use inbox::{Descriptor, MessageBody};
 pub(super) use slots::{OpId, OperationMemory};
 
-/// The longest header of a message, in bytes.
+/// Largest length of a message's header in bytes.
 pub(super) const HEADER_MAX: usize = 80;
 
-/// Limit on the progress calls per turn: over sockets, a large message takes many steps.
+/// Largest number of UCX progress calls in one [`UcxWorker::progress`]. Over sockets, a large
+/// message takes many calls.
 const STEPS: usize = 32;
 
-/// Limit on the progress calls of a dropped worker, for UCX to finish closing.
+/// Largest number of UCX progress calls when a worker is dropped, in which UCX closes its
+/// endpoints.
 const LAST_TURNS: usize = 1000;
 
-/// Memory that peers may still access, kept for the life of this process.
+/// Memory that peers may still access after their worker is gone. It is never freed.
 static KEPT: Mutex<Vec<OperationMemory>> = Mutex::new(Vec::new());
 
-/// UCX's context; `drop` ends it.
+/// A UCX context, which is ended when this is dropped.
 struct OwnedContext(NonNull<result::Context>);
 
 impl OwnedContext {
-    /// Creates a context for `processes` processes. `settings` are (name, value), in addition to
-    /// the user's variables.
+    /// Creates a context for `processes` processes. `settings` are pairs of name and value, applied
+    /// in addition to the user's environment variables.
     fn new(processes: usize, settings: &[(&str, &str)]) -> Result<Self, UcxError> {
         // SAFETY: `UcxWorker::new`, the only caller, has loaded the library; `drop` ends the
         // context.
@@ -63,14 +65,14 @@ impl Drop for OwnedContext {
     }
 }
 
-/// The id of an endpoint of a worker.
+/// Identifies an endpoint of a worker.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) struct EndpointId(usize);
 
 struct Endpoint {
     /// UCX's endpoint; `None` once it is closed.
     raw: Option<NonNull<result::Endpoint>>,
-    /// True if the peer no longer accesses this process's memory: it has said so, or is dead.
+    /// True if the peer no longer accesses this process's memory: it has said so, or has died.
     done: bool,
 }
 
@@ -85,18 +87,18 @@ pub(super) enum WorkerEvent {
         /// The payload.
         body: MessageBody,
     },
-    /// An operation is over, with this result. Its memory comes back if it ended well; otherwise
-    /// it is `Nothing`.
+    /// An operation has ended, with this result. The memory is returned only after success;
+    /// otherwise it is [`OperationMemory::Nothing`].
     Ended(OpId, Result<(), UcxError>, OperationMemory),
-    /// An endpoint has failed with this error and must be closed by force.
+    /// An endpoint has failed with this error. The caller must close it by force.
     Failed(EndpointId, UcxError),
 }
 
-/// The state of a message after [`UcxWorker::send`].
+/// The state of a message right after [`UcxWorker::send`].
 pub(super) enum SendOutcome {
-    /// The message has left.
+    /// The message has been sent.
     Gone,
-    /// The end of the operation will be an event.
+    /// The message is being sent. A [`WorkerEvent::Ended`] will follow.
     UnderWay,
     /// The endpoint is closed.
     Closed,
@@ -107,23 +109,23 @@ pub(super) struct UcxWorker {
     raw: NonNull<result::Worker>,
     signal: Signal,
     inbox: Box<Inbox>,
-    /// The empty list that takes the inbox's place while its events are collected.
+    /// An empty list that is swapped with the inbox's list while events are collected.
     spare: Vec<RecordedEvent>,
     slots: OperationSlots,
     endpoints: Vec<Endpoint>,
-    /// Requests of endpoints that are being closed.
+    /// UCX requests of endpoints that are being closed.
     closing: Vec<NonNull<c_void>>,
-    /// Memory that UCX may still write although its operation has failed.
+    /// Memory that UCX may still write even though its operation has failed.
     quarantine: Vec<EndedSlot>,
     // Declared last: dropped after the worker.
     context: OwnedContext,
-    /// Keeps the worker on its thread: UCX is told that one thread uses it.
+    /// Makes the type neither `Send` nor `Sync`: UCX requires that one thread uses the worker.
     _here: PhantomData<*mut ()>,
 }
 
 impl UcxWorker {
-    /// Creates a worker on this thread that receives messages with the ids `ids`. `processes` and
-    /// `settings` are those of its context.
+    /// Creates a worker on this thread that receives messages with the given `ids`. `processes` and
+    /// `settings` are passed to its context.
     pub(super) fn new(
         processes: usize,
         settings: &[(&str, &str)],
@@ -154,12 +156,12 @@ impl UcxWorker {
         Ok(worker)
     }
 
-    /// Sets the pool for copies of bytes that come with their message.
+    /// Sets the pool that supplies buffers for payloads that arrive with their message.
     pub(super) fn copy_into(&self, pool: Pool) {
         *self.inbox.pool.borrow_mut() = Some(pool);
     }
 
-    /// Returns true if memory of CUDA devices may be sent and fetched into.
+    /// Returns true if memory of CUDA devices can be sent, and fetched into, without a copy.
     pub(super) fn moves_cuda(&self) -> bool {
         // SAFETY: the context lives as long as its worker.
         let found = unsafe { result::context_moves_cuda(self.context.0) };
@@ -188,16 +190,16 @@ impl UcxWorker {
         Ok(unsafe { BorrowedFd::borrow_raw(descriptor) })
     }
 
-    /// Arms the worker, so that its descriptor becomes readable when there is work. Returns false
-    /// if there is work to do first.
+    /// Arms the worker: its descriptor becomes readable at the next work. Returns false if there is
+    /// work to do first.
     pub(super) fn arm(&self) -> Result<bool, UcxError> {
         // SAFETY: the worker is alive and, being bound to its thread, used by no other.
         self.inbox
             .during(|| unsafe { result::worker_arm(self.raw) })
     }
 
-    /// Lets UCX work for at most 32 steps, or until an event was recorded. Returns true if there
-    /// was any work or event.
+    /// Lets UCX make progress for at most 32 calls, or until an event is recorded. Returns true if
+    /// there was any work or event.
     pub(super) fn progress(&mut self) -> bool {
         self.inbox.during(|| {
             (0..STEPS)
@@ -212,8 +214,8 @@ impl UcxWorker {
         }) || !self.inbox.happened.borrow().is_empty()
     }
 
-    /// Appends the events since the last call to `events`. The caller has handled all earlier
-    /// events: their operation ids are reused from here on.
+    /// Appends the events since the last call to `events`. The caller must have handled all earlier
+    /// events, because their operation ids are reused from now on.
     pub(super) fn collect(&mut self, events: &mut Vec<WorkerEvent>) {
         self.slots.recycle();
         let mut happened = self.inbox.happened.replace(std::mem::take(&mut self.spare));
@@ -255,7 +257,8 @@ impl UcxWorker {
         self.spare = happened;
     }
 
-    /// Returns the memory of an operation that has ended. After a failure, quarantines it instead.
+    /// Returns the memory of an ended operation. If the operation failed, keeps the memory in
+    /// quarantine instead.
     fn give_back(
         &mut self,
         endpoint: EndpointId,
@@ -269,12 +272,12 @@ impl UcxWorker {
         OperationMemory::Nothing
     }
 
-    /// Notes that the peer at this endpoint no longer accesses this process's memory.
+    /// Records that the peer at this endpoint no longer accesses this process's memory.
     pub(super) fn is_done_with(&mut self, endpoint: EndpointId) {
         self.endpoints[endpoint.0].done = true;
     }
 
-    /// Connects to the worker with this address.
+    /// Connects to the worker with this address, and returns the new endpoint.
     pub(super) fn connect(&mut self, address: &[u8]) -> Result<EndpointId, UcxError> {
         let number = self.endpoints.len();
         // SAFETY: the worker is alive and used by no other thread. Addresses come from
@@ -291,7 +294,7 @@ impl UcxWorker {
         Ok(EndpointId(number))
     }
 
-    /// Stores a message, to be sent by [`UcxWorker::send`].
+    /// Stores a message's header and payload. [`UcxWorker::send`] then sends it.
     ///
     /// # Panics
     ///
@@ -309,12 +312,12 @@ impl UcxWorker {
         )
     }
 
-    /// Sends a stored message. If it is not under way then, the caller takes its memory back with
-    /// [`UcxWorker::take_back`].
+    /// Sends a stored message. Unless the result is [`SendOutcome::UnderWay`], the caller must take
+    /// the message's memory back with [`UcxWorker::take_back`].
     ///
     /// # Panics
     ///
-    /// If the message is under way already.
+    /// If the message is already being sent.
     pub(super) fn send(&mut self, op: OpId, id: u32, way: SendProtocol) -> SendOutcome {
         let slot = self.slots.get(op);
         assert!(!slot.under_way, "a message is sent once");
@@ -350,16 +353,17 @@ impl UcxWorker {
         SendOutcome::UnderWay
     }
 
-    /// Ends a message that is not under way, and returns its memory.
+    /// Removes a stored message that is not being sent, and returns its memory.
     ///
     /// # Panics
     ///
-    /// If the message is under way.
+    /// If the message is being sent.
     pub(super) fn take_back(&mut self, op: OpId) -> OperationMemory {
         self.slots.take_back(op)
     }
 
-    /// Fetches `bytes` bytes that lie with the sender into `into`; the end is an event.
+    /// Fetches a payload of `bytes` bytes from the sender's memory into `into`. A
+    /// [`WorkerEvent::Ended`] follows at the end.
     ///
     /// # Panics
     ///
@@ -394,7 +398,7 @@ impl UcxWorker {
         op
     }
 
-    /// Records the end of an operation that was over as soon as it was started.
+    /// Records the end of an operation that ended as soon as it was started.
     fn note(&self, op: OpId, started: StartedOperation) {
         // The callback frees the request of an operation in flight.
         if let StartedOperation::Over(status) = started {
@@ -405,7 +409,8 @@ impl UcxWorker {
         }
     }
 
-    /// Discards bytes that lie with the sender. The sender is told that they are not needed.
+    /// Discards a payload that is still in the sender's memory. The sender learns that it is not
+    /// needed.
     pub(super) fn discard(&mut self, descriptor: Descriptor) {
         // SAFETY: the worker is alive and used by no other thread; the descriptor came from its
         // inbox and is consumed here.
@@ -413,8 +418,8 @@ impl UcxWorker {
             .during(|| unsafe { result::message_discard(self.raw, descriptor.0) });
     }
 
-    /// Closes an endpoint: by force, which ends its operations, or in order, after everything sent
-    /// has left. Does not wait. Does nothing if it is closed already.
+    /// Closes an endpoint. By force, its operations fail at once; otherwise it closes after
+    /// everything sent has left. Does not wait. Does nothing if the endpoint is closed already.
     pub(super) fn close(&mut self, endpoint: EndpointId, by_force: bool) {
         let Some(raw) = self.endpoints[endpoint.0].raw.take() else {
             return;
@@ -446,7 +451,7 @@ impl UcxWorker {
         !self.closing.is_empty()
     }
 
-    /// Returns UCX's description of an endpoint's lanes; empty if the endpoint is closed.
+    /// Returns UCX's description of the connections (lanes) of an endpoint; empty if it is closed.
     pub(super) fn lanes(&self, endpoint: EndpointId) -> String {
         // SAFETY: the endpoint is open, and no other thread uses its worker.
         self.endpoints[endpoint.0]
@@ -455,8 +460,8 @@ impl UcxWorker {
     }
 }
 
-/// Returns the location of a buffer: on `device`, or, without one, the host memory that `host`
-/// returns.
+/// Returns the address range of a buffer: on `device`, or in host memory, as `host` returns it, if
+/// `device` is `None`.
 fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -> OperationBytes {
     match device {
         Some(DevicePlace { address, bytes, .. }) => OperationBytes {
@@ -475,8 +480,8 @@ fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -
     }
 }
 
-/// Logs the error of making a device current on this thread, as UCX expects. UCX itself reports
-/// devices that it cannot use.
+/// Logs the error of binding this thread to a CUDA device, which UCX expects before it uses the
+/// device's memory. UCX itself reports devices that it cannot use.
 fn prepare(bound: std::io::Result<()>) {
     if let Err(error) = bound {
         tracing::debug!(%error, "preparing UCX's thread for memory of a device");
@@ -526,7 +531,7 @@ impl Drop for UcxWorker {
     }
 }
 
-/// Wakes a worker from any thread, as long as the worker exists. The default wakes nobody.
+/// Wakes a worker from any thread, as long as the worker exists. The default value wakes no worker.
 #[derive(Clone, Default)]
 pub(super) struct Signal(Arc<Mutex<Option<Awake>>>);
 

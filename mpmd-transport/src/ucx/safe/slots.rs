@@ -3,7 +3,7 @@
 use super::{EndpointId, HEADER_MAX};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
-/// The id of an operation, valid until its [`WorkerEvent::Ended`](super::WorkerEvent::Ended).
+/// Identifies an operation of a worker until its [`WorkerEvent::Ended`](super::WorkerEvent::Ended).
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(in super::super) struct OpId(pub(super) usize);
 
@@ -25,21 +25,21 @@ pub(in super::super) enum OperationMemory {
 pub(super) struct OperationSlot {
     pub(super) endpoint: EndpointId,
     pub(super) header: [u8; HEADER_MAX],
-    /// Number of bytes of `header` in use.
+    /// Number of bytes of the header in `header`.
     pub(super) header_bytes: usize,
     pub(super) held: OperationMemory,
-    /// True while UCX may use the memory.
+    /// True while UCX may access the memory.
     pub(super) under_way: bool,
 }
 
-/// The memory of an operation that is over or cut off, and the endpoint that it used.
+/// The memory of an operation that has ended or was cut off, and the endpoint that it used.
 pub(super) struct EndedSlot {
     pub(super) endpoint: EndpointId,
     pub(super) held: OperationMemory,
 }
 
-/// All operations, by id. An id is reused only after the caller was told of its operation's end;
-/// until then it still names that operation.
+/// All operations of a worker, by id. An id is reused only after the caller has been told that its
+/// operation has ended.
 #[derive(Default)]
 pub(super) struct OperationSlots {
     // Boxed: a header must not move when the vector grows.
@@ -88,7 +88,7 @@ impl OperationSlots {
         &mut self.slots[op.0]
     }
 
-    /// Removes and returns the memory of all operations that have not ended.
+    /// Removes all operations that have not ended, and returns their memory.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = EndedSlot> {
         let slots = std::mem::take(&mut self.slots)
             .into_iter()
@@ -101,11 +101,12 @@ impl OperationSlots {
         })
     }
 
-    /// Ends an operation that is not under way, and returns its memory. The id is free at once.
+    /// Removes an operation that is not in progress, and returns its memory. The id can be reused
+    /// at once.
     ///
     /// # Panics
     ///
-    /// If the operation is under way, or has ended.
+    /// If the operation is in progress, or has ended.
     pub(super) fn take_back(&mut self, op: OpId) -> OperationMemory {
         let is_at_rest = self.in_use[op.0] && !self.slots[op.0].under_way;
         assert!(is_at_rest, "UCX uses the memory of operation {}", op.0);
@@ -114,13 +115,13 @@ impl OperationSlots {
         std::mem::replace(&mut self.slots[op.0].held, OperationMemory::Nothing)
     }
 
-    /// Frees the ids of ended operations; the caller has been told of these ends.
+    /// Frees the ids of operations whose ends the caller has been told.
     pub(super) fn recycle(&mut self) {
         self.free.append(&mut self.ended);
     }
 
-    /// Ends operation number `number`, of which UCX has reported the end. Returns its endpoint and
-    /// its memory, or `None` if no operation has this number.
+    /// Removes the operation `number`, of which UCX has reported the end. Returns its endpoint and
+    /// its memory, or `None` if there is no such operation.
     pub(super) fn remove(&mut self, number: usize) -> Option<EndedSlot> {
         if !self.in_use.get_mut(number).is_some_and(std::mem::take) {
             return None;

@@ -19,22 +19,24 @@ use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-/// The processes that leave.
+/// The processes that leave the job. They hold copies of its state until a commit is complete on
+/// all other processes.
 #[derive(Default)]
 pub(super) struct Leavers {
-    /// The leavers that wait until they are not needed any more, in order of arrival.
+    /// The leaving processes that wait until the job no longer needs their copies, in order of
+    /// arrival.
     pub(super) waiting: Vec<Seat>,
-    /// True if a process was lost since a commit was last whole.
+    /// True if a process was lost since the last complete commit, so that the copies are needed.
     pub(super) are_needed: bool,
-    /// The newest epoch of which a commit was whole.
+    /// The newest epoch of which all processes have completed a commit.
     whole: Option<u64>,
-    /// Number of leavers that waited at the service before this one, and have not come to this one
-    /// yet.
+    /// Number of leaving processes that waited at the previous service and have not connected to
+    /// this one yet.
     pub(super) awaited: u32,
 }
 
 impl Leavers {
-    /// Creates the leavers of a job that goes on at another service. `are_needed` is true if a
+    /// Creates the leavers of a job that continues at another service. `are_needed` is true if a
     /// process was lost.
     pub(super) fn resumed(past: CommitStanding, are_needed: bool) -> Self {
         let CommitStanding { whole, leavers } = past;
@@ -47,7 +49,8 @@ impl Leavers {
         }
     }
 
-    /// Returns the commits of the job and the number of leavers, for the processes of an epoch.
+    /// Returns the newest complete commit and the number of leaving processes, for the members of
+    /// an epoch.
     pub(super) fn standing(&self) -> CommitStanding {
         CommitStanding {
             whole: self.whole,
@@ -55,7 +58,7 @@ impl Leavers {
         }
     }
 
-    /// True if the job has to go on with those that wait.
+    /// Returns true if the job must continue with the leaving processes.
     pub(super) fn go_on(&self) -> bool {
         self.are_needed && !self.waiting.is_empty()
     }
@@ -66,7 +69,7 @@ impl Leavers {
 }
 
 impl Epochs {
-    /// Keeps a process that leaves until it is not needed any more.
+    /// Keeps a leaving process until the job no longer needs it.
     pub(super) fn hold(
         &mut self,
         link: Link,
@@ -116,7 +119,7 @@ impl Epochs {
         self.dismiss_spares(now, actions);
     }
 
-    /// Handles the news that a commit of an epoch is whole on all its processes.
+    /// Handles a client's report that all processes have completed a commit of its epoch.
     pub(in super::super) fn is_whole(&mut self, link: Link, actions: &mut JobActions) {
         if self.phase == EpochPhase::Running && self.place_of(link).is_some() {
             self.leavers.are_needed = false;
@@ -125,7 +128,7 @@ impl Epochs {
         }
     }
 
-    /// Tells those that leave that the job can do without them.
+    /// Tells the leaving processes that the job no longer needs them.
     pub(super) fn release_leavers(&mut self, actions: &mut JobActions) {
         for Seat {
             link, key, waits, ..
@@ -136,9 +139,10 @@ impl Epochs {
         }
     }
 
-    /// Gives those that leave places in the epoch that gathers, if they are needed: their own,
-    /// other free ones, places beyond these if the program allows it, or those of processes that
-    /// have come since and have no copies. These wait for a place then.
+    /// If leaving processes are needed, gives them places in the epoch that waits for its
+    /// processes. Each gets its own place, another free one, or an additional one if the program
+    /// allows it. Otherwise it gets the place of a process that came later and has no copies, which
+    /// then waits as a spare.
     pub(super) fn call_leavers_back(&mut self) {
         if !self.leavers.go_on() {
             return;
@@ -169,7 +173,7 @@ impl Epochs {
         }
     }
 
-    /// Returns the place that a process had in the epoch before, if nobody has it.
+    /// Returns the place that a process had in the previous epoch, if it is free.
     fn own_place(&self, leaver: &Seat) -> Option<ProcessId> {
         processes(self.seats.len()).find(|process| {
             let former = self.before[process.index()].as_ref();
@@ -181,7 +185,7 @@ impl Epochs {
         self.seats[process.index()].is_none()
     }
 
-    /// True if a place is that of a process which has come after the last whole commit.
+    /// Returns true if a place belongs to a process that came after the last complete commit.
     fn is_of_new(&self, process: ProcessId) -> bool {
         let seat = self.seats[process.index()].as_ref().map(|seat| seat.key);
         let former = self.before[process.index()]
@@ -193,7 +197,7 @@ impl Epochs {
         known.is_some_and(|known| whole.is_some_and(|whole| known.since > whole))
     }
 
-    /// Gives a process that leaves this place. Its holder waits for another one, if it has one.
+    /// Gives a leaving process this place. A process that holds the place becomes a spare.
     fn seat_leaver(&mut self, process: ProcessId, leaver: Seat) {
         self.joined.insert(leaver.link, process);
         self.set_part(leaver.key, ProcessPart::Holds(process));
@@ -204,7 +208,7 @@ impl Epochs {
         }
     }
 
-    /// Removes a client that leaves, if it is one.
+    /// Removes a client from the leaving processes.
     pub(super) fn forget_leaver(&mut self, link: Link) {
         let at = self
             .leavers

@@ -14,20 +14,20 @@ use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-/// Number of refusals that are kept.
+/// Largest number of refusals that are stored.
 const MOST_REFUSALS: usize = 256;
 
-/// A process that has joined.
+/// A process that has joined or waits for a place.
 pub(super) struct Seat {
     pub(super) link: Link,
     pub(super) key: u128,
     pub(super) member: JobMember,
     pub(super) waits: RequestWait,
-    /// `None` while the process is in the job.
+    /// The end of the process's part in the epoch; `None` while it takes part.
     pub(super) ended: Option<SeatEnd>,
 }
 
-/// The end of a process's part in an epoch.
+/// The end of a process's part in an epoch, with the reason.
 pub(super) struct SeatEnd {
     pub(super) why: String,
     pub(super) how: EndKind,
@@ -36,53 +36,53 @@ pub(super) struct SeatEnd {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in super::super) enum EndKind {
     Died,
-    /// It has left in order.
+    /// The process has left in order.
     Left,
-    /// It has left, to join the next epoch.
+    /// The process has left a failed epoch and will join the next one.
     Returns,
-    /// It leaves the job, and waits until it is not needed any more: see `leavers`.
+    /// The process leaves the job, and waits until its copies are no longer needed: see `leavers`.
     Leaves,
 }
 
-/// The holder of a place in the epoch before the one that gathers.
+/// The process that held a place in the epoch before the current one.
 #[derive(Clone, Copy)]
 pub(super) struct FormerHolder {
     pub(super) key: u128,
     pub(super) link: Link,
 }
 
-/// A process over the epochs of the job.
+/// A process that the service recognises in every epoch by its key.
 pub(super) struct KnownProcess {
-    /// The process number with which it joined first.
+    /// The process number with which it first joined.
     pub(super) number: ProcessId,
     pub(super) part: ProcessPart,
-    /// The first epoch that has begun with it, if there was one: it may have copies of its state.
-    /// Else 0.
+    /// The first epoch that began with this process, or 0. A process may have copies of the job's
+    /// state from that epoch on.
     pub(super) since: u64,
 }
 
-/// A client's wish to join a job.
+/// A client's request to join a job.
 pub(in super::super) struct JoinWish {
     pub(in super::super) process: ProcessId,
     pub(in super::super) processes: usize,
     pub(in super::super) epoch: u64,
     pub(in super::super) identity: Identity,
     pub(in super::super) waits: bool,
-    /// True if the process leaves the job: see `leavers`.
+    /// True if the process is leaving the job: see `leavers`.
     pub(in super::super) leaves: bool,
 }
 
-/// The entry of a process into a job.
+/// The result of a request to join.
 pub(in super::super) enum JobEntry {
-    /// It has a place. `instead_of` is its earlier connection, if it had one.
+    /// The process has a place. `instead_of` is its earlier connection, if it had one.
     HasPlace { instead_of: Option<Link> },
-    /// It waits for a place.
+    /// The process waits for a place as a spare.
     Waits,
 }
 
 impl Epochs {
     /// Gives a process a place, or lets it wait for one. The caller has [checked](Epochs::check)
-    /// its wish.
+    /// its request.
     pub(in super::super) fn join(
         &mut self,
         link: Link,
@@ -153,8 +153,9 @@ impl Epochs {
         Ok(JobEntry::HasPlace { instead_of })
     }
 
-    /// Returns the place that a process may have at once: by its number in the first epoch, and in
-    /// later ones the place that it had before. `None` if there is none or another has it.
+    /// Returns the place that a process can have at once. In the first epoch it is the process's
+    /// number, later its place in the previous epoch. `None` if it has none or another process
+    /// holds it.
     fn place_for(&self, wish: &JoinWish) -> Option<ProcessId> {
         // In a later epoch its key tells enough. It may not know which one gathers: if a service is
         // lost, some of its clients have heard of the last epoch and some have not.
@@ -182,7 +183,7 @@ impl Epochs {
         own.filter(is_free)
     }
 
-    /// Returns the reason why a process that does not wait has no place.
+    /// Returns the reason why a process gets no place and does not wait for one.
     fn refusal(&self, process: ProcessId) -> RendezvousError {
         let processes = self.seats.len();
         match (self.seats.get(process.index()), &self.phase) {
@@ -204,7 +205,7 @@ impl Epochs {
         }
     }
 
-    /// Fails if a client has joined already.
+    /// Checks that a client has not joined already.
     fn check_is_new(&self, link: Link) -> Result<(), RendezvousError> {
         let waits = self
             .spares
@@ -220,7 +221,7 @@ impl Epochs {
         Ok(())
     }
 
-    /// Keeps a client until there is a place for it, or until the job has ended.
+    /// Lets a client wait until a place is free for it or the job has ended.
     fn wait_for_place(
         &mut self,
         link: Link,
@@ -261,8 +262,8 @@ impl Epochs {
         Ok(JobEntry::Waits)
     }
 
-    /// Gives the free places of an epoch that gathers to waiting spares. Starts the epoch if it is
-    /// complete, or can do with fewer places.
+    /// Gives the free places of the current epoch to waiting spares. Begins the epoch if it is
+    /// complete, or if the program accepts fewer processes.
     pub(super) fn place_spares(&mut self, actions: &mut JobActions) {
         if self.phase != EpochPhase::Gathering {
             return;
@@ -288,8 +289,8 @@ impl Epochs {
         }
     }
 
-    /// Takes a spare out of the list: one that was stopped and woke in time, if there is one, since
-    /// it has copies that a new process lacks.
+    /// Removes and returns a waiting spare for which `is_fit` is true. Prefers a process that was
+    /// stopped and came back in time, because it has copies of the job's state.
     pub(super) fn take_spare(&mut self, is_fit: impl Fn(&Seat) -> bool) -> Option<Seat> {
         let fit = || {
             self.spares
@@ -302,7 +303,7 @@ impl Epochs {
         Some(self.spares.remove(at))
     }
 
-    /// Refuses the spares with another program, other options or other files than the job's.
+    /// Refuses spares whose program, options or files differ from the job's.
     pub(super) fn refuse_others(&mut self, actions: &mut JobActions) {
         for spare in std::mem::take(&mut self.spares) {
             let number = self
@@ -320,7 +321,7 @@ impl Epochs {
         }
     }
 
-    /// Notes why the process of a client does not take its place.
+    /// Records the reason `why` for which a client's process does not take its place.
     pub(in super::super) fn note_refusal(&mut self, link: Link, why: String) {
         let seat = self.seats.iter().flatten().find(|seat| seat.link == link);
         if let Some(number) = seat.and_then(|seat| Some(self.known.get(&seat.key)?.number)) {
@@ -334,8 +335,8 @@ impl Epochs {
         }
     }
 
-    /// Begins an epoch with the processes that have a place. Gives spares further places as far as
-    /// the program allows it.
+    /// Begins the current epoch with the processes that have a place. Gives spares additional
+    /// places if the program allows it.
     pub(super) fn begin(&mut self, actions: &mut JobActions) {
         self.seats.retain(Option::is_some);
         self.refuse_others(actions);
@@ -397,8 +398,8 @@ impl Epochs {
         }
     }
 
-    /// Returns an error if the program, options or files of a new member differ from those of the
-    /// job so far. The same if they differ from those of another process that has joined.
+    /// Returns an error if the program, options or files of a new member differ from the job's, or
+    /// from those of another process that has joined.
     pub(super) fn differs(
         &self,
         process: ProcessId,
@@ -447,7 +448,7 @@ impl Epochs {
         })
     }
 
-    /// Notes that the process of a client is given up, which may still live.
+    /// Records that a client's process, which may still live, has lost its place.
     pub(in super::super) fn gives_up(&mut self, link: Link) {
         let seats = self
             .seats
@@ -468,7 +469,7 @@ impl Epochs {
             .for_each(|key| self.set_part(key, ProcessPart::Out));
     }
 
-    /// Forgets a process that has gone, unless it had a place in an epoch that has begun.
+    /// Removes a process that is gone, unless it had a place in an epoch that has begun.
     pub(super) fn forget_if_gone(&mut self, key: u128) {
         let spares = self.spares.iter().chain(&self.leavers.waiting);
         if self

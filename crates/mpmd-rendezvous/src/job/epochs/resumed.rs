@@ -17,12 +17,13 @@ use super::leavers::Leavers;
 use super::places::{FormerHolder, KnownProcess};
 use mpmd_handshake::strangers::Link;
 
-/// The link of processes that were connected to the first service: no client has it.
+/// The connection of processes that were connected to the previous service. No client of this one
+/// has it.
 const NOBODY: Link = 0;
 
 impl Epochs {
-    /// Creates the epochs of a job that was started with `launched` processes and goes on after the
-    /// epoch `past`. `lives` says for each of its processes if it may return.
+    /// Creates the epochs of a job that was started with `launched` processes and continues after
+    /// the epoch `past`. `lives` is true for each process of `past` that may return.
     pub(in crate::job) fn resumed(
         launched: usize,
         peer_timeout: Duration,
@@ -62,7 +63,7 @@ impl Epochs {
         epochs
     }
 
-    /// Notes the first epoch of those processes that are new in an epoch that begins.
+    /// Records the first epoch of each process that is new in the epoch that begins.
     pub(super) fn note_since(&mut self) {
         for seat in self.seats.iter_mut().flatten() {
             let Some(known) = self.known.get_mut(&seat.key) else {
@@ -77,7 +78,7 @@ impl Epochs {
         }
     }
 
-    /// Tells a client that waits for a place which processes can go on with the service.
+    /// Tells a spare which processes can take over the service.
     pub(super) fn tell_heirs(&self, link: Link, actions: &mut JobActions) {
         if !self.heirs.is_empty() {
             let addresses = told(&self.heirs);

@@ -11,12 +11,11 @@ use super::super::actions::JobActions;
 use super::places::Seat;
 use super::{EpochPhase, Epochs};
 
-/// The largest number of ranges that a process may say: its description must fit a message.
+/// Largest number of [`SizeRange`](crate::SizeRange)s of a process: all of them must fit a message.
 const MOST_RANGES: usize = 64 << 10;
 
 impl Epochs {
-    /// Notes that the server's owner may still start processes for free places, or that it will
-    /// start none any more.
+    /// Records if the server's owner may still start processes for free places.
     pub(in crate::job) fn owner_starts(&mut self, yes: bool, actions: &mut JobActions) {
         if std::mem::replace(&mut self.owner_starts, yes) != yes {
             self.place_spares(actions);
@@ -24,20 +23,21 @@ impl Epochs {
         }
     }
 
-    /// True if the program goes on with fewer processes than there are places.
+    /// Returns true if the program can run with fewer processes than there are places.
     pub(crate) fn may_shrink(&self) -> bool {
         let smaller = |seat: &Seat| largest(seat, self.seats.len().saturating_sub(1)).is_some();
         self.seats.iter().flatten().next().is_some_and(smaller)
     }
 
-    /// True if the epoch that gathers may have `size` processes instead of all its places.
+    /// Returns true if the current epoch may begin with `size` processes instead of one for each
+    /// place.
     pub(super) fn may_have(&self, size: usize) -> bool {
         let mut here = self.seats.iter().flatten();
         self.epoch > 1 && here.next().is_some_and(|first| allows(first, size))
     }
 
-    /// True if the epoch that gathers can begin without its free places: no process is awaited for
-    /// them, and the program goes on with the others.
+    /// Returns true if the current epoch can begin without its free places: no process is expected
+    /// to take them, and the program can run with the others.
     pub(super) fn shrinks(&self) -> bool {
         let mut places = self.seats.iter().zip(&self.vacant);
         let left = self.seats.iter().flatten().count();
@@ -52,7 +52,7 @@ impl Epochs {
                 .is_some_and(|first| largest(first, left) == Some(left))
     }
 
-    /// Gives spares places beyond those of an epoch that begins, as far as the program allows it.
+    /// Gives spares additional places in an epoch that begins, as many as the program allows.
     pub(super) fn grow(&mut self) {
         if self.epoch == 1 {
             return;
@@ -65,8 +65,8 @@ impl Epochs {
         }
     }
 
-    /// Returns the number of processes that an epoch could have with all that wait for a place.
-    /// Spares only make up for processes that are gone; added ones make the job larger.
+    /// Returns the number of processes that an epoch could have with all spares. Ordinary spares
+    /// only replace processes that are gone; added processes make the job larger.
     fn could_have(&self) -> usize {
         let now = self.seats.len();
         let Some(first) = self.seats.iter().flatten().next() else {
@@ -88,14 +88,15 @@ impl Epochs {
             .max(now)
     }
 
-    /// Returns the number of processes that can replace those that leave the epoch. If the owner
-    /// may start processes, it counts as one: the server does not know how many.
+    /// Returns the number of processes that could replace processes of the running epoch. Processes
+    /// that the owner may start count as one, because the server does not know how many there will
+    /// be.
     fn replacements(&self) -> usize {
         self.spares.len() + usize::from(self.owner_starts)
     }
 
-    /// Tells process 0 of a running epoch how many processes the next one could have, and how many
-    /// can replace others.
+    /// Tells process 0 of a running epoch how many processes the next epoch could have, and how
+    /// many replacements there are.
     pub(super) fn tell_size(&self, actions: &mut JobActions) {
         if let (EpochPhase::Running, Some(Some(first))) = (&self.phase, self.seats.first())
             && first.ended.is_none()
@@ -111,13 +112,13 @@ impl Epochs {
     }
 }
 
-/// True if the program of a process goes on with `size` processes.
+/// Returns true if the program of a process can run with `size` processes.
 pub(super) fn allows(process: &Seat, size: usize) -> bool {
     largest(process, size) == Some(size)
 }
 
-/// Returns the largest number of processes, at least 1 and at most `most`, with which the program
-/// of a process goes on.
+/// Returns the largest number of processes, from 1 to `most`, with which a process's program can
+/// run.
 fn largest(process: &Seat, most: usize) -> Option<usize> {
     let ranges = process.member.sizes.iter();
     ranges
@@ -126,7 +127,7 @@ fn largest(process: &Seat, most: usize) -> Option<usize> {
         .filter(|size| *size > 0)
 }
 
-/// Checks the number of ranges of sizes that a process says.
+/// Checks the number of size ranges of a process.
 pub(super) fn check_sizes(sizes: &[SizeRange]) -> Result<(), RendezvousError> {
     if sizes.len() <= MOST_RANGES {
         return Ok(());
