@@ -356,7 +356,11 @@ impl<'a> Taker<'a> {
     }
 
     /// Applies changes to the kept values of a piece, and returns the new values. `None` if no
-    /// values are kept, there is no memory, or the changes do not fit.
+    /// values are kept, or the changes do not fit.
+    ///
+    /// # Errors
+    ///
+    /// If there is no memory for the new values.
     fn changed(
         &self,
         piece: &LeafPiece,
