@@ -92,8 +92,8 @@ fn build_toolkit(root: &Path, folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets the environment of a command that builds candle with the driver in software, and starts the
-/// built programs.
+/// Sets the environment of `command`, which builds candle and then starts the built programs. Both
+/// use the driver in software, from the toolkit in `folder`.
 fn by_software(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
     let toolkit = folder.join("toolkit");
     command

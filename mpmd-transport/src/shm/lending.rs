@@ -37,18 +37,18 @@ pub(super) struct LentMessage<'a> {
 /// The owner of a lent payload, with the loan's number.
 #[derive(Clone, Copy)]
 pub(super) enum Lending {
-    /// The payload is this process's memory, lent with this number.
+    /// This process owns the payload. The value is the number of its loan to the receiver.
     Own(u64),
-    /// The payload is another process's memory, re-lent with this number. The owner waits for its
-    /// return.
+    /// Another process owns the payload, and this process lends it on. The value is the number of
+    /// the new loan to the receiver. The owner waits for its return.
     Borrowed(u64),
     /// The payload is the receiver's own memory.
     ToOwner,
 }
 
 impl Lending {
-    /// Returns true if the message's ticket stays open, which is so only for this process's own
-    /// memory.
+    /// Returns whether the message's ticket ends only when the receiver returns the payload. This
+    /// is so only for memory that this process owns. Otherwise the ticket can end now.
     pub(super) fn is_lent(self) -> IsLent {
         IsLent(matches!(self, Self::Own(_)))
     }

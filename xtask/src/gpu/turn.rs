@@ -176,7 +176,8 @@ impl<'a> StageTurn<'a> {
         });
     }
 
-    /// Returns a command that runs on the devices of this run.
+    /// Returns a command that starts `program` with the CUDA driver of this run: the machine's own,
+    /// or the driver in software.
     pub(super) fn command(&self, program: impl AsRef<Path>, arguments: &[&str]) -> Command {
         let mut command = Command::new(program.as_ref());
         command.args(arguments);

@@ -116,8 +116,10 @@ impl DryRun {
             .map(|index| index as u64 + 1)
     }
 
-    /// Describes the difference between two operations with the same descriptor: inputs, ended
-    /// steps, host values or settings.
+    /// Describes how operation number `operation` differs between this dry run and `other`, if its
+    /// descriptor is the same in both. Names the first input that differs, else the numbers of
+    /// steps that ended before the operation. If these are equal too, says that the difference is
+    /// in host values or in settings of the kernel.
     fn difference(&self, other: &Self, operation: u64) -> String {
         let index = operation as usize - 1;
         let one = &self.operations[index].takes;

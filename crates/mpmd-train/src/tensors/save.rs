@@ -267,8 +267,9 @@ mod tests {
         TensorFiles::plan(&arrays, file_bytes, &BTreeMap::new()).unwrap()
     }
 
-    /// Saves a model with this value everywhere. Stops before change number `stop` of the folder,
-    /// as a process that is killed does. Returns false if it has stopped.
+    /// Saves a model in which every element is `value`. Stops inside `commit` before its change
+    /// number `stop` of the folder, counted from 0, as if the process were killed there. Temporary
+    /// files are complete by then. Returns true if the save finished.
     fn save_until(folder: &Path, files: usize, value: f32, stop: usize) -> bool {
         let (files, suffix) = (plan(files), partial());
         files.create(folder, &suffix).unwrap();

@@ -110,8 +110,8 @@ pub(super) struct OfferedLeaf {
 /// A leaf that a subscriber wants: its name, shape and sharding in the subscriber's job, and its
 /// parts.
 ///
-/// By default it is the publisher's leaf of the same name. A leaf with parts is a *view* of other
-/// leaves. For instance, a query projection may be some rows of a fused projection, or a fused
+/// By default it is the publisher's leaf of the same name. A leaf with parts is composed of regions
+/// of the publisher's leaves. For instance, a query projection may be some rows of a fused projection, or a fused
 /// projection may consist of three leaves.
 #[derive(Clone, Debug)]
 pub struct WantedLeaf {
@@ -150,7 +150,8 @@ impl WantedLeaf {
         }
     }
 
-    /// Declares the leaf as a view of other leaves. The parts must fill it without overlap.
+    /// Composes the leaf of regions of the publisher's leaves, in place of the publisher's leaf of
+    /// the same name. The parts must fill the leaf without overlap.
     #[must_use]
     pub fn of(mut self, parts: Vec<LeafPart>) -> Self {
         self.parts = parts;
