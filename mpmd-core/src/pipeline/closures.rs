@@ -197,7 +197,8 @@ where
 #[track_caller]
 pub fn loss_stage<F, G, A1, A2>(forward: F, gradient: G) -> LossStage<F, G, (A1, A2)>
 where
-    F: RunKernel<A1, In: LossInputs, Out = MpmdArray>,
+    F: RunKernel<A1, Out = MpmdArray>,
+    F::In: LossInputs,
     G: RunKernel<A2, In = F::In, Out = MpmdArray>,
 {
     let captured = size_of::<(F, G)>() != 0;
@@ -290,7 +291,8 @@ impl LossInputs for Pair {
 
 impl<F, G, A1, A2> Stage for LossStage<F, G, (A1, A2)>
 where
-    F: RunKernel<A1, In: LossInputs, Out = MpmdArray>,
+    F: RunKernel<A1, Out = MpmdArray>,
+    F::In: LossInputs,
     G: RunKernel<A2, In = F::In, Out = MpmdArray>,
     A1: 'static,
     A2: 'static,
