@@ -196,6 +196,7 @@ fn held_out_text_is_evaluated_while_training_goes_on() {
     let metrics = folder.path().join("metrics.jsonl");
     let mut args = vec!["--model", model.to_str().unwrap(), text.to_str().unwrap()];
     args.extend("--stages 2 --time 32 --microbatches 2 --steps 5".split_whitespace());
+    args.extend(["--held-out", text.to_str().unwrap()]);
     args.extend(["--evaluate-every", "2"]);
     args.extend(["--metrics", metrics.to_str().unwrap()]);
     let ends = run(2, &args);

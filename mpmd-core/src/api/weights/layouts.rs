@@ -111,8 +111,8 @@ pub(super) struct OfferedLeaf {
 /// parts.
 ///
 /// By default it is the publisher's leaf of the same name. A leaf with parts is composed of regions
-/// of the publisher's leaves. For instance, a query projection may be some rows of a fused projection, or a fused
-/// projection may consist of three leaves.
+/// of the publisher's leaves. For instance, a query projection may be some rows of a fused
+/// projection, or a fused projection may consist of three leaves.
 #[derive(Clone, Debug)]
 pub struct WantedLeaf {
     pub(super) name: String,
