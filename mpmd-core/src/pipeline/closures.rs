@@ -30,7 +30,8 @@ type Triple = (MpmdArray, MpmdArray, MpmdArray);
 ///   is zero before the first microbatch.
 ///
 /// `x` is the input, `w` the parameters, `dy` the gradient of the output. `input_gradient` is not
-/// called where no gradient of the input is needed, as on the first stage.
+/// called where no gradient of the input is needed, as on the first stage. Each device of the
+/// stage's mesh computes all of them, so replicate `w` over the mesh.
 ///
 /// A closure that captures values needs [`with`](ClosureStage::with). On CUDA devices the closures
 /// compute on the host, which is slow. Implement [`Stage`] for all else: several parameters,

@@ -13,6 +13,7 @@ mod annotations;
 mod any_to_any;
 mod api;
 mod bad_use;
+mod closure_stages;
 mod closures;
 mod collectives;
 mod commits;

@@ -151,13 +151,9 @@ fn axis(from: usize, until: usize, scale: f64) -> String {
     text
 }
 
-/// Rounds to six significant digits.
+/// Rounds to six significant digits. Keeps infinities and NaN.
 pub(crate) fn round(value: f64) -> f64 {
-    if value == 0.0 || !value.is_finite() {
-        return value;
-    }
-    let scale = 10f64.powi(5 - value.abs().log10().floor() as i32);
-    (value * scale).round() / scale
+    format!("{value:.5e}").parse().unwrap_or(value)
 }
 
 /// Formats a number with at most four decimals, without trailing zeros.
@@ -180,6 +176,21 @@ mod tests {
         let simulated =
             simulate_schedule(&schedule, costs, Leaves::InOrder, Channel::Tags).unwrap();
         table(&schedule, &simulated, &costs.unit, width)
+    }
+
+    #[test]
+    fn six_digits_of_a_number_stay() {
+        for (value, rounded) in [
+            (0.0, "0"),
+            (9.000_000_000_000_002, "9"),
+            (1_234_567.8, "1234570"),
+            (-0.000_123_456_78, "-0.000123457"),
+            (f64::INFINITY, "inf"),
+            (f64::NAN, "NaN"),
+        ] {
+            assert_eq!(round(value).to_string(), rounded);
+        }
+        assert!(round(f64::MIN_POSITIVE / 8.0) > 0.0, "a subnormal number");
     }
 
     #[test]

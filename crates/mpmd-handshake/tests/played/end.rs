@@ -1,7 +1,9 @@
 //! Either end of a handshake over a socket, written from the documentation of its bytes.
 
-// Each of the tests that include this plays some of the ends.
-#![allow(dead_code)]
+#![allow(
+    dead_code,
+    reason = "each test that includes this file plays some of the ends"
+)]
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
