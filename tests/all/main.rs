@@ -22,6 +22,7 @@ mod lending;
 mod lost_rendezvous;
 mod messages;
 mod near_and_far;
+mod pages;
 mod public_items;
 mod publishing;
 mod recovery;

@@ -31,7 +31,8 @@ pub fn by_cost(
     let wrong = |problem| ScheduleError::Search { problem };
     let chunks = match (chunks, costs) {
         (Some(chunks), _) => chunks,
-        (None, Some(costs)) => costs.stage.len() / ranks.max(1),
+        // With too few, the search says how many it needs.
+        (None, Some(costs)) => (costs.stage.len() / ranks.max(1)).max(1),
         (None, None) => 1,
     };
 
@@ -98,6 +99,11 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(wrong.contains("costs of 3 stages, for 2"), "{wrong}");
+        let one = Costs::units(1);
+        let few = by_cost(4, 8, None, Some(&one), None)
+            .unwrap_err()
+            .to_string();
+        assert!(few.contains("costs of 1 stages, for 4"), "{few}");
         let none = by_cost(2, 4, None, None, Some(Budget::Activations(0)))
             .unwrap_err()
             .to_string();
