@@ -59,11 +59,12 @@ runs its tests there
 cargo xtask candle-cuda --real
                              builds train_gpt with it by the machine's CUDA toolkit \
 (CUDA_HOME, CUDA_COMPUTE_CAP)
-cargo xtask bench [--against REV] [--pairs N] [--only NAME,...] [--list]
+cargo xtask bench [--against REV | --peers [--python FILE]] [--pairs N] [--only NAME,...] [--list]
                   [--json FILE] [--at-most RATIO] [--record]
                              a fixed set of measurements; with REV in turns with those of that \
 commit, which it
-                             builds; --at-most: exit code 1 if the ratio of a figure is above it, \
+                             builds; --peers: in turns with Open MPI, and with torch if the Python \
+FILE has it; --at-most: exit code 1 if the ratio of a figure is above it, \
 also its p10; --record: writes docs/performance.md
 cargo xtask help             this text";
 

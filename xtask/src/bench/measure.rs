@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::compare::{RatioSpread, order, ratios};
+use super::peers::Peers;
 use super::programs::Programs;
 use super::set::{FigureSpec, Measurement};
 use crate::program_output::quiet;
@@ -16,10 +17,45 @@ const RUN: Duration = Duration::from_secs(120);
 /// Exit code of a program that rejects its arguments as unknown.
 const USAGE: i32 = 2;
 
-/// The programs of the two compared commits. Without another commit there is only the working tree.
+/// The two sides that are compared. Without another side there is only the working tree.
 pub(super) struct Sides<'a> {
-    pub(super) tree: &'a Programs,
-    pub(super) against: Option<&'a Programs>,
+    pub(super) tree: Side<'a>,
+    pub(super) against: Option<Side<'a>>,
+}
+
+/// The programs of one side.
+#[derive(Clone, Copy)]
+pub(super) enum Side<'a> {
+    Tree(&'a Programs),
+    Commit(&'a Programs),
+    Peers(&'a Peers),
+}
+
+impl Side<'_> {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tree(_) => "the working tree",
+            Self::Commit(_) => "the other commit",
+            Self::Peers(_) => "the peer",
+        }
+    }
+
+    /// Returns the command of a measurement, or the reason why this side does not have it.
+    fn command(self, measurement: &Measurement) -> Result<Command, String> {
+        let programs = match self {
+            Self::Tree(programs) | Self::Commit(programs) => programs,
+            Self::Peers(peers) => {
+                let peer = measurement.peer.ok_or("no peer")?;
+                return peers.command(peer);
+            }
+        };
+        let program = programs.get(measurement.program);
+        let program = program
+            .ok_or_else(|| format!("{} has no program {}", self.name(), measurement.program))?;
+        let mut command = Command::new(program);
+        command.args(measurement.arguments);
+        Ok(command)
+    }
 }
 
 /// The folders of a measurement, and the flag that stops it.
@@ -36,8 +72,10 @@ pub(super) struct MeasuredFigure {
     pub(super) measurement: &'static Measurement,
     pub(super) figure: &'static FigureSpec,
     pub(super) tree: Vec<Option<f64>>,
-    /// The values of the other commit. Empty if no commits are compared.
+    /// The values of the other side. Empty if there is none.
     pub(super) against: Vec<Option<f64>>,
+    /// The name of the peer on the other side.
+    pub(super) peer: Option<String>,
     /// The reason why values are missing.
     pub(super) why: Option<String>,
     /// True if a program failed, or the working tree lacks the figure.
@@ -57,7 +95,7 @@ impl MeasuredFigure {
 enum Ran {
     /// The figures of the measurement, in order. `None` for a figure that is not in the output.
     Done(Vec<Option<f64>>),
-    /// This commit does not have the measurement. The text is the reason.
+    /// This side does not have the measurement. The text is the reason.
     Absent(String),
     Failed(String),
 }
@@ -72,6 +110,10 @@ pub(super) fn measure(
     pairs: usize,
     place: &MeasurePlace<'_>,
 ) -> Vec<MeasuredFigure> {
+    let peer = match sides.against {
+        Some(Side::Peers(peers)) => measurement.peer.and_then(|peer| peers.name(peer)),
+        _ => None,
+    };
     let mut rows: Vec<MeasuredFigure> = measurement
         .figures
         .iter()
@@ -80,6 +122,7 @@ pub(super) fn measure(
             figure,
             tree: Vec::new(),
             against: Vec::new(),
+            peer: peer.map(str::to_owned),
             why: None,
             failed: false,
         })
@@ -93,17 +136,17 @@ pub(super) fn measure(
             } else {
                 Some(sides.tree)
             };
-            let Some(programs) = side.filter(|_| !over[usize::from(other)]) else {
+            let Some(side) = side.filter(|_| !over[usize::from(other)]) else {
                 continue;
             };
 
             if place.stop.load(Ordering::Relaxed) {
                 return rows;
             }
-            let ran = run(measurement, programs, place);
+            let ran = run(measurement, side, place);
             over[usize::from(other)] = !matches!(ran, Ran::Done(_));
             for (at, row) in rows.iter_mut().enumerate() {
-                row.take(&ran, at, pair, other);
+                row.take(&ran, at, pair, side);
             }
         }
     }
@@ -112,12 +155,9 @@ pub(super) fn measure(
 
 impl MeasuredFigure {
     /// Adds the result of one run. `at` is the index of this figure in the measurement.
-    fn take(&mut self, ran: &Ran, at: usize, pair: usize, other: bool) {
-        let side = if other {
-            "the other commit"
-        } else {
-            "the working tree"
-        };
+    fn take(&mut self, ran: &Ran, at: usize, pair: usize, side: Side<'_>) {
+        let other = !matches!(side, Side::Tree(_));
+        let side = side.name();
 
         let value = match ran {
             Ran::Done(values) => values.get(at).copied().flatten(),
@@ -126,7 +166,7 @@ impl MeasuredFigure {
         let (why, failed) = match ran {
             Ran::Done(_) if value.is_some() => (None, false),
             Ran::Done(_) => (Some(format!("{side} gives no such figure")), !other),
-            Ran::Absent(why) => (Some(format!("{side} {why}")), !other),
+            Ran::Absent(why) => (Some(why.clone()), !other),
             Ran::Failed(why) => (Some(format!("{side}: {why}")), true),
         };
 
@@ -143,16 +183,12 @@ impl MeasuredFigure {
     }
 }
 
-fn run(measurement: &Measurement, programs: &Programs, place: &MeasurePlace<'_>) -> Ran {
-    let Some(program) = programs.get(measurement.program) else {
-        return Ran::Absent(format!("has no program {}", measurement.program));
+fn run(measurement: &Measurement, side: Side<'_>, place: &MeasurePlace<'_>) -> Ran {
+    let mut command = match side.command(measurement) {
+        Ok(command) => command,
+        Err(why) => return Ran::Absent(why),
     };
-
-    let mut command = Command::new(program);
-    command
-        .current_dir(place.root)
-        .args(measurement.arguments)
-        .env("TMPDIR", place.scratch);
+    command.current_dir(place.root).env("TMPDIR", place.scratch);
 
     let said = match quiet(&mut command, RUN, place.stop) {
         Ok(said) => said,
@@ -168,7 +204,11 @@ fn run(measurement: &Measurement, programs: &Programs, place: &MeasurePlace<'_>)
                 .collect::<anyhow::Result<_>>()
                 .map_or_else(|error| Ran::Failed(error.to_string()), Ran::Done)
         }
-        Some(USAGE) => Ran::Absent(format!("does not have it: {}", said.first_words())),
+        Some(USAGE) => Ran::Absent(format!(
+            "{} does not have it: {}",
+            side.name(),
+            said.first_words()
+        )),
         _ => Ran::Failed(said.last_words()),
     }
 }
@@ -195,8 +235,8 @@ mod tests {
         there.script("other", against.unwrap_or_default());
         let (tree, other) = (of("mpmd"), of("other"));
         let sides = Sides {
-            tree: &tree,
-            against: against.map(|_| &other),
+            tree: Side::Tree(&tree),
+            against: against.map(|_| Side::Commit(&other)),
         };
         let place = MeasurePlace {
             root: &there.root,
@@ -218,8 +258,8 @@ mod tests {
             .unwrap();
         let (tree, other) = (of("mpmd"), of("other"));
         let sides = Sides {
-            tree: &tree,
-            against: Some(&other),
+            tree: Side::Tree(&tree),
+            against: Some(Side::Commit(&other)),
         };
         let place = MeasurePlace {
             root: &there.root,

@@ -1,5 +1,5 @@
 //! `cargo xtask bench`: runs a fixed set of measurements, and compares them with those of another
-//! commit.
+//! commit, or with programs of other projects that do the same.
 //!
 //! The programs of both sides are built for speed and run in turns, on the same machine and within
 //! seconds of each other. So noise that lasts longer than a pair affects both, and the ratios of
@@ -9,6 +9,7 @@ mod compare;
 mod machine;
 mod measure;
 mod options;
+mod peers;
 mod programs;
 mod report;
 mod set;
@@ -24,9 +25,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::commands::{cargo, target};
 use machine::Machine;
-use measure::{MeasurePlace, MeasuredFigure, Sides};
+use measure::{MeasurePlace, MeasuredFigure, Side, Sides};
+use peers::Peers;
 use programs::ProgramBuilder;
-use report::{BenchRun, OtherCommit};
+use report::{BenchRun, OtherSide};
 
 pub(crate) use options::BenchOptions;
 
@@ -115,10 +117,18 @@ fn measured(builder: &ProgramBuilder<'_>, options: &BenchOptions) -> anyhow::Res
         .as_ref()
         .map(|(_, hash)| builder.of(hash, &names))
         .transpose()?;
+    let peers = options.peers.then(|| {
+        let folder = builder.folder.join("peers");
+        Peers::prepare(builder.root, &folder, &options.python, builder.stop)
+    });
+    let peers = peers.transpose()?;
 
     let sides = Sides {
-        tree: &tree,
-        against: against.as_ref(),
+        tree: Side::Tree(&tree),
+        against: match (&against, &peers) {
+            (Some(programs), _) => Some(Side::Commit(programs)),
+            (None, peers) => peers.as_ref().map(Side::Peers),
+        },
     };
     let rows = all(builder, options, &sides)?;
     ensure!(!builder.stop.load(Ordering::Relaxed), "interrupted");
@@ -128,7 +138,10 @@ fn measured(builder: &ProgramBuilder<'_>, options: &BenchOptions) -> anyhow::Res
         machine: &machine,
         commit: &commit,
         changed,
-        against: other.as_ref().map(|(rev, hash)| OtherCommit { rev, hash }),
+        against: match (&other, &peers) {
+            (Some((rev, hash)), _) => Some(OtherSide::Commit { rev, hash }),
+            (None, peers) => peers.as_ref().map(|peers| OtherSide::Peers(peers.names())),
+        },
         pairs: options.pairs,
     };
     println!("\n{}", report::text(&rows, &run));

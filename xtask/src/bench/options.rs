@@ -16,6 +16,10 @@ const FEWEST_PAIRS: usize = 3;
 pub(crate) struct BenchOptions {
     /// The commit to compare with, in any form that git accepts.
     pub(super) against: Option<String>,
+    /// True if the working tree is compared with programs of other projects.
+    pub(super) peers: bool,
+    /// The Python whose packages the peers may use.
+    pub(super) python: String,
     pub(super) pairs: usize,
     /// The measurements to run.
     pub(super) only: Vec<&'static Measurement>,
@@ -38,6 +42,8 @@ impl BenchOptions {
     pub(crate) fn parse(arguments: &[&str]) -> anyhow::Result<Self> {
         let mut options = Self {
             against: None,
+            peers: false,
+            python: "python3".to_owned(),
             pairs: PAIRS,
             only: SET.iter().collect(),
             json: None,
@@ -55,6 +61,11 @@ impl BenchOptions {
             };
             match *argument {
                 "--against" => options.against = Some(value()?.to_owned()),
+                "--peers" => options.peers = true,
+                "--python" => {
+                    options.python = value()?.to_owned();
+                    options.peers = true;
+                }
                 "--pairs" => {
                     let text = value()?;
                     let pairs = text.parse().ok().filter(|pairs| *pairs > 0);
@@ -77,7 +88,10 @@ impl BenchOptions {
             }
         }
 
-        if options.against.is_some() && options.pairs < FEWEST_PAIRS {
+        if options.against.is_some() && options.peers {
+            bail!("--against and --peers are different comparisons");
+        }
+        if (options.against.is_some() || options.peers) && options.pairs < FEWEST_PAIRS {
             bail!("a spread of ratios takes {FEWEST_PAIRS} pairs or more");
         }
         if options.against.is_none() && options.at_most.is_some() {
@@ -131,6 +145,8 @@ mod tests {
         );
         assert_eq!((options.json, options.list), (Some("x".into()), true));
         assert!(BenchOptions::parse(&["--record"]).unwrap().record);
+        let peers = BenchOptions::parse(&["--python", "venv/bin/python"]).unwrap();
+        assert_eq!((peers.peers, &peers.python[..]), (true, "venv/bin/python"));
     }
 
     #[test]
@@ -140,6 +156,8 @@ mod tests {
             ("--against", "--against takes a value"),
             ("--pairs 0", "--pairs 0 is no number"),
             ("--pairs 2 --against HEAD", "takes 3 pairs"),
+            ("--pairs 2 --peers", "takes 3 pairs"),
+            ("--peers --against HEAD", "different comparisons"),
             (
                 "--only reshard,planes",
                 "no measurement \"planes\"; there are dispatch, ",

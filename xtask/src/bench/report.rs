@@ -9,12 +9,17 @@ use super::machine::Machine;
 use super::measure::MeasuredFigure;
 use super::set::Better;
 
-/// The commit that the working tree is compared with.
-#[derive(Clone, Copy)]
-pub(super) struct OtherCommit<'a> {
-    /// The commit as the user named it.
-    pub(super) rev: &'a str,
-    pub(super) hash: &'a str,
+/// What the working tree is compared with.
+#[derive(Clone)]
+pub(super) enum OtherSide<'a> {
+    /// Another commit.
+    Commit {
+        /// The commit as the user named it.
+        rev: &'a str,
+        hash: &'a str,
+    },
+    /// Programs of other projects. These are their names.
+    Peers(Vec<&'a str>),
 }
 
 /// The machine, the commits and the settings of a run of the benchmarks.
@@ -25,8 +30,8 @@ pub(super) struct BenchRun<'a> {
     pub(super) commit: &'a str,
     /// True if the working tree differs from its commit.
     pub(super) changed: bool,
-    /// The commit to compare with, if there is one.
-    pub(super) against: Option<OtherCommit<'a>>,
+    /// The side to compare with, if there is one.
+    pub(super) against: Option<OtherSide<'a>>,
     pub(super) pairs: usize,
 }
 
@@ -43,22 +48,22 @@ impl BenchRun<'_> {
     fn about(&self) -> String {
         let changed = if self.changed { " with changes" } else { "" };
         let tree = format!("{}{changed}", self.short_commit());
-        let how = match self.against {
-            None => format!("Commit {tree}: medians of {} runs.", self.pairs),
-            Some(OtherCommit { rev, hash }) => {
-                let rev = if hash.starts_with(rev) {
-                    String::new()
-                } else {
-                    format!(" ({rev})")
-                };
-                format!(
-                    "Commit {tree} against {}{rev}: medians of {} pairs of runs in turns. A ratio \
-                     is that of the times, or the inverse of that of the rates: below 1 the \
-                     working tree is better. It is marked where p10 and p90 are on one side of 1.",
-                    short(hash),
-                    self.pairs
-                )
+        let other = match &self.against {
+            None => None,
+            Some(OtherSide::Commit { rev, hash }) if hash.starts_with(rev) => {
+                Some(short(hash).to_owned())
             }
+            Some(OtherSide::Commit { rev, hash }) => Some(format!("{} ({rev})", short(hash))),
+            Some(OtherSide::Peers(names)) => Some(names.join(" and ")),
+        };
+        let how = match other {
+            None => format!("Commit {tree}: medians of {} runs.", self.pairs),
+            Some(other) => format!(
+                "Commit {tree} against {other}: medians of {} pairs of runs in turns. A ratio is \
+                 that of the times, or the inverse of that of the rates: below 1 the working tree \
+                 is better. It is marked where p10 and p90 are on one side of 1.",
+                self.pairs
+            ),
         };
 
         format!("{how}\n{}; {}.", self.machine.text(), self.date)
@@ -89,15 +94,19 @@ fn table(rows: &[MeasuredFigure], run: &BenchRun<'_>, markdown: bool) -> String 
     let mut table = Table::new();
     table.load_style(if markdown { ASCII_MARKDOWN } else { NOTHING });
 
-    let numbers = match run.against {
+    let numbers = match &run.against {
         None => {
             table.set_header(["figure", "median", "p10", "p90", "unit", ""]);
             1..4
         }
-        Some(OtherCommit { hash, .. }) => {
+        Some(other) => {
+            let other = match other {
+                OtherSide::Commit { hash, .. } => short(hash),
+                OtherSide::Peers(_) => "peer",
+            };
             let heading = [
                 "figure",
-                short(hash),
+                other,
                 "working tree",
                 "ratio",
                 "p10",
@@ -112,7 +121,7 @@ fn table(rows: &[MeasuredFigure], run: &BenchRun<'_>, markdown: bool) -> String 
 
     for row in rows {
         let tree = spread(&row.tree);
-        let cells = match run.against {
+        let cells = match &run.against {
             None => spread_cells(tree).to_vec(),
             Some(_) => {
                 let ratio = row.ratios().1;
@@ -121,7 +130,11 @@ fn table(rows: &[MeasuredFigure], run: &BenchRun<'_>, markdown: bool) -> String 
             }
         };
 
-        let note = row.why.clone().unwrap_or_else(|| mark(row).to_owned());
+        let note = row.why.clone().unwrap_or_else(|| {
+            let notes = [Some(mark(row)), row.peer.as_deref()];
+            let notes = notes.into_iter().flatten().filter(|note| !note.is_empty());
+            notes.collect::<Vec<_>>().join(": ")
+        });
         let name = [row.figure.item.to_owned()];
         table.add_row([&name[..], &cells, &[row.figure.unit.to_owned(), note]].concat());
     }
@@ -187,10 +200,11 @@ pub(super) fn json(rows: &[MeasuredFigure], run: &BenchRun<'_>) -> Value {
             "measurement": measurement.name,
             "command": words.join(" "),
             "tree": {"values": row.tree, "spread": spread_of(spread(&row.tree))},
-            "against": run.against.map(|_| {
+            "against": run.against.as_ref().map(|_| {
                 json!({"values": row.against, "spread": spread_of(spread(&row.against))})
             }),
-            "ratio": run.against.map(|_| json!({"values": ratios, "spread": spread_of(ratio)})),
+            "peer": row.peer,
+            "ratio": run.against.as_ref().map(|_| json!({"values": ratios, "spread": spread_of(ratio)})),
             "mark": mark(row),
             "why": row.why,
         })
@@ -200,7 +214,10 @@ pub(super) fn json(rows: &[MeasuredFigure], run: &BenchRun<'_>) -> Value {
         "machine": run.machine.json(),
         "commit": run.commit,
         "changed": run.changed,
-        "against": run.against.map(|OtherCommit { rev, hash }| json!({"rev": rev, "commit": hash})),
+        "against": run.against.as_ref().map(|other| match other {
+            OtherSide::Commit { rev, hash } => json!({"rev": rev, "commit": hash}),
+            OtherSide::Peers(names) => json!({"peers": names}),
+        }),
         "pairs": run.pairs,
         "figures": rows.iter().map(one).collect::<Vec<_>>(),
     })
@@ -217,6 +234,7 @@ mod tests {
             figure: &SET[0].figures[0],
             tree: tree.map(Some).to_vec(),
             against: against.iter().copied().map(Some).collect(),
+            peer: None,
             why: why.map(str::to_owned),
             failed: false,
         }
@@ -229,7 +247,7 @@ mod tests {
             machine,
             commit,
             changed: true,
-            against: against.map(|(rev, hash)| OtherCommit { rev, hash }),
+            against: against.map(|(rev, hash)| OtherSide::Commit { rev, hash }),
             pairs: 3,
         }
     }
@@ -261,6 +279,26 @@ mod tests {
             "{said}"
         );
         assert!(said.contains(&machine.text()), "{said}");
+    }
+
+    #[test]
+    fn table_names_the_peer_of_each_row() {
+        let machine = Machine::look();
+        let mut faster = row([2.0, 2.0, 2.0], &[4.0, 4.0, 4.0], None);
+        faster.peer = Some("Open MPI 4".to_owned());
+        let mut run = run(&machine, None);
+        run.against = Some(OtherSide::Peers(vec!["Open MPI 4", "torch 2"]));
+
+        let said = text(&[faster], &run);
+        let words = said.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(
+            words.starts_with("figure peer working tree ratio"),
+            "{said}"
+        );
+        assert!(words.contains("0.50 us faster: Open MPI 4"), "{said}");
+        assert!(said.contains("against Open MPI 4 and torch 2:"), "{said}");
+        let json = json(&[], &run);
+        assert_eq!(json["against"]["peers"][1], "torch 2");
     }
 
     #[test]

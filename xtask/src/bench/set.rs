@@ -4,6 +4,8 @@
 use anyhow::anyhow;
 use serde_json::Value;
 
+use super::peers::Peer;
+
 /// One run of a program, whose output has several figures.
 pub(super) struct Measurement {
     /// Name of the measurement in `--only`.
@@ -12,6 +14,8 @@ pub(super) struct Measurement {
     pub(super) program: &'static str,
     pub(super) arguments: &'static [&'static str],
     pub(super) figures: &'static [FigureSpec],
+    /// The program of another project that does the same.
+    pub(super) peer: Option<Peer>,
 }
 
 /// A figure that a measurement prints.
@@ -122,6 +126,7 @@ pub(super) const SET: &[Measurement] = &[
                 Lower,
             ),
         ],
+        peer: None,
     },
     Measurement {
         name: "latency",
@@ -165,6 +170,11 @@ pub(super) const SET: &[Measurement] = &[
                 Lower,
             ),
         ],
+        peer: Some(Peer::OpenMpi {
+            processes: "2",
+            transport: "vader,self",
+            case: "latency",
+        }),
     },
     Measurement {
         name: "bandwidth",
@@ -190,6 +200,11 @@ pub(super) const SET: &[Measurement] = &[
             ),
             median("a plain copy of 64 MiB", "memcpy", "64Mi", "GB/s", Higher),
         ],
+        peer: Some(Peer::OpenMpi {
+            processes: "2",
+            transport: "tcp,self",
+            case: "bandwidth",
+        }),
     },
     Measurement {
         name: "handover",
@@ -207,6 +222,11 @@ pub(super) const SET: &[Measurement] = &[
                 Lower,
             ),
         ],
+        peer: Some(Peer::OpenMpi {
+            processes: "2",
+            transport: "vader,self",
+            case: "handover",
+        }),
     },
     Measurement {
         name: "reshard",
@@ -220,18 +240,25 @@ pub(super) const SET: &[Measurement] = &[
             rows_to_columns("rows to columns, 16 MiB, 4 processes", "16 MiB, 4 p"),
             rows_to_columns("rows to columns, 64 MiB, 4 processes", "64 MiB, 4 p"),
         ],
+        peer: Some(Peer::OpenMpi {
+            processes: "4",
+            transport: "vader,self",
+            case: "reshard",
+        }),
     },
     Measurement {
         name: "train-1",
         program: "train_gpt",
         arguments: &training("1"),
         figures: &[tokens("train_gpt, 4 stages, 1 process")],
+        peer: None,
     },
     Measurement {
         name: "train-4",
         program: "train_gpt",
         arguments: &training("4"),
         figures: &[tokens("train_gpt, 4 stages, 4 processes")],
+        peer: Some(Peer::Torch { steps: "30" }),
     },
 ];
 
