@@ -29,7 +29,7 @@ const KEPT_BESIDE: u64 = 64 << 20;
 const FREED_WITHIN: Duration = Duration::from_millis(500);
 /// Pause between two attempts of such an allocation.
 const FREED_LOOK: Duration = Duration::from_millis(5);
-/// Limit on the total size of a pool's buffers in bytes: the size of the address space.
+/// Limit on the total size of a pool's buffers in bytes: the size of the largest allocation.
 const MOST: u64 = isize::MAX as u64;
 
 /// A source of buffers with an optional limit in bytes. It counts the memory of its buffers. A

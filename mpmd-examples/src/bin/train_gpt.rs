@@ -665,8 +665,8 @@ impl<'a> TrainingPlan<'a> {
         Ok(Some([inferred(&compute)?, inferred(stored)?]))
     }
 
-    /// Returns a text that lists, for each stage, the stored and the computed shardings of its
-    /// parameters.
+    /// Returns a text that lists, for each stage, the shardings in which its parameters are stored,
+    /// and those with which they are computed.
     fn sharding_tables(&self) -> anyhow::Result<String> {
         let axes = [self.args.fsdp, self.args.tensor_parallel];
         let mut text = String::new();

@@ -110,7 +110,7 @@ pub(super) enum RecordError {
     /// A message of a kind without payload has a lent payload.
     #[error("a message of kind {kind:?} with a loan")]
     LendingKind { kind: MessageKind },
-    /// A message of a kind without pieces reports a payload that could not be produced.
+    /// A message of a kind that is not a single piece reports a payload that could not be produced.
     #[error("a message of kind {kind:?} that cannot be had")]
     BrokenKind { kind: MessageKind },
     /// The record kind is unknown, or records of this kind have another length.

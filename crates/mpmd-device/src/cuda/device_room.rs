@@ -160,7 +160,9 @@ mod tests {
             self.gpu.inward().stream().handle()
         }
 
-        /// Allocates from the driver's pool. Returns the driver's status and the address.
+        /// Allocates `mib` MiB from the driver's pool. With `room`, an allocation that runs out of
+        /// memory frees unused memory and is tried once more. Returns the driver's status and the
+        /// address.
         fn allocate(&self, room: Option<&DeviceRoom>, mib: usize) -> (u32, u64) {
             let mut address = 0;
             // SAFETY: there is room for the address, and the stream is of the current context.

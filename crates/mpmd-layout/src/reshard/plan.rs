@@ -135,8 +135,8 @@ pub enum ReshardError {
         /// Number of devices in the job.
         devices: usize,
     },
-    /// The source or destination layout has more devices or partial sums than the ids of deliveries
-    /// can number.
+    /// The source or destination layout has more devices, or the source layout more partial sums,
+    /// than the ids of deliveries can number.
     #[error(
         "a layout of {devices} devices with {terms} partial sums is too large: at most \
          {most_devices} and {most_terms}"

@@ -37,7 +37,8 @@ pub enum Computed {
         /// Number of the operation with the collectives.
         operation: u64,
     },
-    /// Data from several nodes or transfers is ready to be sent together. Takes no time.
+    /// All data to be sent together is ready: that of several nodes, or data that one or more
+    /// transfers brought. Takes no time.
     Join {
         /// Number of the operation that sends the data.
         operation: u64,
@@ -442,7 +443,7 @@ impl DryRunFlowBuilder<'_> {
     }
 
     /// Adds a transfer with its send and its receive, and returns the transfer's number. If the
-    /// transfer depends on more than one node, adds a node that joins them.
+    /// transfer depends on anything but one node, adds a node that joins what it depends on.
     fn transfer(&mut self, operation: u64, from: u32, to: u32, bundle: MessageBundle) -> u32 {
         let MessageBundle {
             bytes,

@@ -716,8 +716,9 @@ mod tests {
         assert_eq!(sizes_of(&ends, STEPS), [4, 2]);
     }
 
-    /// Commits a number in 60 steps and calls `before` ahead of each. Process 1 becomes slow in
-    /// step 30. Returns the number of processes at the end.
+    /// Runs 60 steps on three processes, each of which calls `before` and then commits. Process 1
+    /// is slow from step 30 on. Returns a result for each process: the number of processes at the
+    /// end, or `None` if the process was dropped.
     fn with_slow_process(
         layout: fn(usize) -> Result<usize, String>,
         before: impl Fn(&mut Program, u64) + Sync,

@@ -190,7 +190,8 @@ pub(super) enum VersionRefusal {
 /// by version.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub(super) struct VersionNumbers {
-    /// Number of publications that the subscriber had found before this version's publication.
+    /// Index, from 0, of the version's publication among those that the subscriber has found. A
+    /// publisher that starts again is another publication.
     pub(super) publication: u64,
     /// The version's number in its publication.
     pub(super) version: u64,

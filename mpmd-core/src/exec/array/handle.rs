@@ -39,7 +39,9 @@ struct ResultArrays {
 pub(crate) struct NewArrays {
     all: Arc<ResultArrays>,
     next: Range<u32>,
-    /// True if the arrays count their handles.
+    /// True if each array counts its handles, so that it ends with the last one. False for a single
+    /// array, whose shards end with the allocation, and for arrays without shards here. Always true
+    /// in a dry run.
     counted: bool,
     /// True if one of the arrays may be large enough to be listed in out-of-memory errors.
     large: bool,

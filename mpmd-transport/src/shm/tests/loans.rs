@@ -81,7 +81,8 @@ impl Scene {
         Some(self.borrow(to, loan, there))
     }
 
-    /// Tells the owner that borrowed memory is re-lent. The borrower does not get it.
+    /// Tells the owner of the memory `there` that process `from`, which borrowed it, lends it on to
+    /// process `to`. Does not borrow it for `to`. `None` if the owner cannot be told.
     fn pass_on(&mut self, from: u32, to: u32, there: &SharedBuffer) -> Option<LoanId> {
         self.next += 1;
         let number = self.next;
