@@ -1,5 +1,6 @@
 //! Wrong programs, each with labels that say how it is found. See the README of this folder.
 
+mod first;
 mod joining;
 mod recovery;
 mod server;
@@ -60,6 +61,12 @@ macro_rules! programs {
 }
 
 programs! {
+    Once first::moved_on_one_process,
+    Once first::other_element_type,
+    Once first::rows_that_do_not_divide,
+    Once first::schedule_of_more_stages,
+    Once first::shards_of_a_handle,
+    Once first::used_after_donation,
     Once joining::rows_of_the_start,
     Once joining::shape_by_processes,
     Recovering recovery::parts_restored_apart,
