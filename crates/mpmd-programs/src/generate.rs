@@ -20,6 +20,7 @@ use tokenizers::Tokenizer;
 
 use crate::division::{DivisionArgs, named_option};
 use crate::inputs::{check_inputs, compared};
+use crate::model;
 use crate::weight_type::WeightTypeArg;
 
 /// Continue a text by a model from a folder of a model hub, as a pipeline
@@ -28,9 +29,13 @@ use crate::weight_type::WeightTypeArg;
 pub struct Generate {
     #[command(flatten)]
     job: JobArgs,
-    /// Folder with config.json, tokenizer.json and the weights as safetensors
+    /// Folder with config.json, tokenizer.json and the weights as safetensors; or NAME or
+    /// NAME@REVISION of a model in the cache of the hub
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
+    /// Folder of an adapter of LoRA, as the library `peft` has it, which is added to the weights
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     #[command(flatten)]
     cut: DivisionArgs,
     #[command(flatten)]
@@ -45,11 +50,13 @@ pub struct Generate {
 pub fn generate(args: &Generate) -> anyhow::Result<ExitCode> {
     let Generate {
         model,
+        adapter,
         cut,
         generation,
         job,
     } = args;
-    run(&Folder::open(model)?, generation, cut, job)
+    let folder = model::open(model, adapter.as_deref())?;
+    run(&folder, generation, cut, job)
 }
 
 /// Arguments of a generation.

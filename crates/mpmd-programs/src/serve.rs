@@ -19,6 +19,7 @@ use mpmd_serve::{Engine, Front, FrontSettings, Model, SchedulerSizes, queue};
 
 use crate::division::{DivisionArgs, named_option};
 use crate::front::{self, FrontArgs, ServerEnds};
+use crate::model;
 use crate::weight_type::WeightTypeArg;
 use crate::weights::SubscribeArgs;
 
@@ -37,10 +38,14 @@ const CACHE: u64 = 1 << 30;
 pub struct Serve {
     #[command(flatten)]
     job: JobArgs,
-    /// Folder with config.json, tokenizer.json and the weights as safetensors; default: a tiny
-    /// demonstration model
+    /// Folder with config.json, tokenizer.json and the weights as safetensors, or NAME or
+    /// NAME@REVISION of a model in the cache of the hub; default: a tiny demonstration model
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
+    /// Folder of an adapter of LoRA, as the library `peft` has it. It is added to the weights of
+    /// --model, not to those of --subscribe and /load_weights
+    #[arg(long, value_name = "DIR", requires = "model")]
+    adapter: Option<PathBuf>,
     #[command(flatten)]
     cut: DivisionArgs,
     #[command(flatten)]
@@ -57,7 +62,7 @@ pub struct Serve {
 pub fn serve(args: &Serve) -> anyhow::Result<ExitCode> {
     let description = args.model.is_none().then_some(ABOUT);
     let folder = match &args.model {
-        Some(model) => Folder::open(model)?,
+        Some(model) => model::open(model, args.adapter.as_deref())?,
         None => Folder::open(demo()?)?,
     };
     let settings = args.front.settings(description);
@@ -193,7 +198,8 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
         job.check_recovering(devices.len(), devices.iter().sum())?;
     }
 
-    let name = args.front.model_name.clone();
+    let of_hub = || args.model.as_deref().and_then(model::name_of);
+    let name = args.front.model_name.clone().or_else(of_hub);
     let own = Mutex::new(server.start(job.part(devices.len(), devices.clone())?, name)?);
     let program = |p: &mut Program| server.run(p, &own);
     let of_folder = folder.clone();

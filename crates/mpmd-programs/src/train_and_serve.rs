@@ -31,6 +31,7 @@ use mpmd_serve::{
 
 use crate::division::DivisionArgs;
 use crate::front::{self, FrontArgs, ServerEnds};
+use crate::model;
 use crate::weights::PUBLICATION;
 
 /// Largest number of tokens of a prompt and its reply together.
@@ -46,7 +47,8 @@ const SEQUENCES: usize = 8;
 pub struct TrainAndServe {
     #[command(flatten)]
     job: JobArgs,
-    /// Folder with config.json, tokenizer.json and the weights as safetensors
+    /// Folder with config.json, tokenizer.json and the weights as safetensors; or NAME or
+    /// NAME@REVISION of a model in the cache of the hub
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Texts to train on: files and folders
@@ -100,7 +102,7 @@ struct DividedStages {
 ///
 /// If the folder or the arguments are invalid, or the job could not be started.
 pub fn train_and_serve(args: &TrainAndServe) -> anyhow::Result<ExitCode> {
-    let folder = Folder::open(&args.model)?;
+    let folder = model::open(&args.model, None)?;
     folder.check_training()?;
     let parts = DividedStages::new(args, &folder)?;
     let mut devices = parts.serving.devices(|stage| stage)?;
@@ -167,7 +169,9 @@ fn listen(
     sizes: SchedulerSizes,
 ) -> anyhow::Result<ServerEnds> {
     let (queue, arrivals) = queue(settings.waiting);
-    let model = Model::of(folder, args.front.model_name.clone(), sizes.positions)?;
+    let name = args.front.model_name.clone();
+    let name = name.or_else(|| model::name_of(&args.model));
+    let model = Model::of(folder, name, sizes.positions)?;
     let front = Front::listen(settings, model, queue).map_err(front::named)?;
     say(&format!("listening on http://{}", front.address()));
     let engine = Engine::new(sizes, arrivals).measure_chunk();

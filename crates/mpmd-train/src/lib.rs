@@ -43,6 +43,7 @@
 extern crate mpmd_core as mpmd;
 
 mod agree;
+mod best;
 pub mod checkpoint;
 pub mod data;
 pub mod optimizer;
@@ -51,6 +52,7 @@ pub mod stop;
 pub mod tensors;
 mod trainer;
 
+pub use best::BestEvaluation;
 pub use checkpoint::Checkpoints;
 pub use optimizer::{AdamW, Sgd};
 pub use rate::Rate;

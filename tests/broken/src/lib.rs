@@ -4,6 +4,7 @@ mod first;
 mod joining;
 mod recovery;
 mod server;
+mod training;
 mod weights;
 
 use mpmd::{Commits, Program};
@@ -78,6 +79,11 @@ programs! {
     Once server::stops_by_itself,
     Once server::token_without_a_row,
     Once server::version_on_one_process,
+    Once training::begun_anew,
+    Once training::best_not_kept,
+    Once training::ends_by_itself,
+    Once training::saves_nowhere,
+    Once training::text_of_each_process,
     Once weights::intake_panics,
     Once weights::leaf_not_published,
     Once weights::lower_version,

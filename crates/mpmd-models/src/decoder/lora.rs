@@ -133,6 +133,23 @@ pub(crate) fn initial(
     )
 }
 
+/// Creates an array with the values `values` on the devices of `sharding`.
+pub(crate) fn array_of(
+    p: &mut Program,
+    aval: &ShapedArray,
+    sharding: &Sharding,
+    values: Vec<f32>,
+) -> Result<MpmdArray> {
+    let shape = aval.shape().to_vec();
+    p.array_from_fn(aval.clone(), sharding, move |region, mut view| {
+        let elements = region.indices(&shape);
+        for (value, element) in view.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
+            *value = values[element as usize];
+        }
+        Ok(())
+    })
+}
+
 /// Returns the parameters of all stages by name. With LoRA, issues the sums `W + alpha / rank B A`,
 /// and returns them instead of the weights and matrices.
 ///

@@ -20,12 +20,14 @@ use crate::config::{self, ModelConfig};
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
 use crate::error::unexpected;
 use crate::family::{Family, ParameterSource, read};
+use crate::hub::adapter::Adapter;
+use crate::hub::adapter_matrices::AdapterMatrices;
 use crate::hub::content::{FolderContent, Known, fold};
 pub(crate) use crate::hub::files::{CONFIG, GENERATION, TOKENIZER};
 use crate::hub::files::{FolderTensors, LARGEST_FILE, checked, companions, find};
 use crate::hub::initial::{InitialSettings, InitialValues};
 use crate::hub::stored_tensor::{
-    DTYPES, NonFiniteTensors, ParameterReader, StoredTensor, ValueOrigin, are_equal,
+    DTYPES, NonFiniteTensors, ParameterReader, StoredTensor, TensorAdapter, ValueOrigin, are_equal,
 };
 use crate::rope::Rope;
 
@@ -48,6 +50,8 @@ pub struct Folder {
     read: Arc<AtomicU64>,
     known: Known,
     not_finite: Arc<NonFiniteTensors>,
+    /// The adapter that is added to the weights.
+    adapter: Option<Adapter>,
 }
 
 impl Folder {
@@ -109,6 +113,7 @@ impl Folder {
             read: Arc::default(),
             known: Known::default(),
             not_finite: Arc::default(),
+            adapter: None,
         };
         if may_be_tied && are_equal(&folder.tensors[&table], &folder.tensors[&output])? {
             folder.config.tie_word_embeddings = true;
@@ -142,6 +147,7 @@ impl Folder {
             read: Arc::default(),
             known: Known::default(),
             not_finite: Arc::default(),
+            adapter: None,
         };
         let settings = InitialSettings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
         let shapes = needed(folder.sources.values());
@@ -153,11 +159,66 @@ impl Folder {
                     origin: ValueOrigin::New(initial),
                     name: name.clone(),
                     aval,
+                    adapter: None,
                 };
                 folder.tensors.insert(name, stored);
             }
         }
         Ok(folder)
+    }
+
+    /// Adds an adapter to the model: the products of its matrices are added to the weights as these
+    /// are read. Nothing is written.
+    ///
+    /// # Errors
+    ///
+    /// If the adapter has matrices beside a weight that the model lacks, or of other shapes. If the
+    /// model has an adapter already.
+    pub fn with_adapter(mut self, adapter: &Adapter) -> Result<Self> {
+        if let Some(first) = &self.adapter {
+            let found = format!("two, as {} was added before", first.path().display());
+            return Err(unexpected(adapter.path(), "", "one adapter", found));
+        }
+        let sources = self.sources.values().flat_map(|(source, _)| {
+            let names = source.names().into_iter();
+            names.map(move |name| (name, source.is_transposed))
+        });
+        let sources: BTreeMap<String, bool> = sources.collect();
+        for (name, matrices) in adapter.matrices() {
+            let is_transposed = sources.get(name).copied().unwrap_or(false);
+            self.check_adapter(adapter, name, matrices, is_transposed)?;
+            if let Some(stored) = self.tensors.get_mut(name) {
+                stored.adapter = Some(TensorAdapter {
+                    matrices: matrices.clone(),
+                    is_transposed,
+                });
+            }
+        }
+        self.adapter = Some(adapter.clone());
+        Ok(self)
+    }
+
+    /// Returns an error if the model has no weight `name`, or one of another shape than the
+    /// matrices of an adapter beside it.
+    pub(crate) fn check_adapter(
+        &self,
+        adapter: &Adapter,
+        name: &str,
+        matrices: &AdapterMatrices,
+        is_transposed: bool,
+    ) -> Result<()> {
+        let Some(stored) = self.tensors.get(name) else {
+            return Err(adapter.unexpected(name, "a weight of the model beside it", "none"));
+        };
+        let mut shape = matrices.shape();
+        if is_transposed {
+            shape.reverse();
+        }
+        if stored.aval.shape() != shape {
+            let expected = format!("matrices for a weight {:?}", stored.aval.shape());
+            return Err(adapter.unexpected(name, expected, format!("{shape:?}")));
+        }
+        Ok(())
     }
 
     /// Returns the names of the files beside the weights, which are copied to a saved model.
@@ -212,7 +273,11 @@ impl Folder {
         let content = self.present();
         _ = self.known.set(content.clone());
         match content {
-            Ok(content) => content.facts(&self.path, &self.tensors),
+            Ok(content) => {
+                let mut facts = content.facts(&self.path, &self.tensors);
+                facts.extend(self.adapter.as_ref().map(Adapter::fact));
+                facts
+            }
             Err(why) => vec![Fact::new("the model", format!("cannot be read: {why}"))],
         }
     }
@@ -398,11 +463,13 @@ impl Folder {
         ))
     }
 
-    /// Returns a hash of the names, shapes and dtypes of the tensors.
+    /// Returns a hash of the names, shapes and dtypes of the tensors, and of the adapter.
     fn form(&self) -> Key {
-        self.tensors.iter().fold(Key(0), |key, (name, stored)| {
+        let form = self.tensors.iter().fold(Key(0), |key, (name, stored)| {
             fold(key, format!("{name} {}", stored.aval).as_bytes())
-        })
+        });
+        let adapter = self.adapter.as_ref();
+        adapter.map_or(form, |adapter| form.fold_in(adapter.hash()))
     }
 
     /// Returns (name, value) pairs by which a checkpoint recognises the model. They are the
@@ -623,6 +690,7 @@ fn add(
             origin: ValueOrigin::File(file.clone()),
             name,
             aval,
+            adapter: None,
         },
     );
     Ok(None)

@@ -1,5 +1,7 @@
 //! Folders of model hubs: config, tokenizer and weights, read and written.
 
+pub(crate) mod adapter;
+pub(crate) mod adapter_matrices;
 pub(crate) mod content;
 pub(crate) mod files;
 pub(crate) mod folder;

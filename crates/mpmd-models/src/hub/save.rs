@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 use crate::decoder::lora::{Lora, MATRICES, WEIGHT};
 use crate::error::unexpected;
 use crate::family::{ParameterSource, TensorRows};
+use crate::hub::adapter::{ADAPTER_CONFIG, ADAPTER_MODEL, WRAPPED};
 use crate::hub::folder::{CONFIG, Folder};
 
 /// Saves parameters, given by name, as a folder of the same form as `source`. The form covers
@@ -144,11 +145,6 @@ fn fused(
         .call(p, arrays)
 }
 
-/// Prefix of the names in a file of adapters, since `peft` wraps the model twice.
-const WRAPPED: &str = "base_model.model.";
-/// Name of the file with the settings of an adapter.
-const ADAPTER_CONFIG: &str = "adapter_config.json";
-
 /// Saves the matrices of LoRA in a folder, in the format of the library `peft`:
 /// `adapter_config.json` and `adapter_model.safetensors`. Blocks until the folder is complete.
 /// Every process must call it, and see the same folder.
@@ -265,11 +261,8 @@ fn write_adapter(
         let settings = to.join(ADAPTER_CONFIG);
         // Without it, matrices of one save cannot be read with the settings of another.
         _ = fs::remove_file(&settings);
-        fs::rename(
-            new.join("model.safetensors"),
-            to.join("adapter_model.safetensors"),
-        )
-        .map_err(|why| unexpected(to, "", "a folder for an adapter", why))?;
+        fs::rename(new.join("model.safetensors"), to.join(ADAPTER_MODEL))
+            .map_err(|why| unexpected(to, "", "a folder for an adapter", why))?;
         _ = fs::remove_dir_all(&new);
         tensors::replace(&settings, format!("{config:#}\n").as_bytes())
     })

@@ -16,6 +16,7 @@ use mpmd::train::tensors::TensorFile;
 use mpmd_base::block::Mutex;
 
 use crate::family::{ParameterSource, TensorRows};
+use crate::hub::adapter_matrices::AdapterMatrices;
 use crate::hub::initial::InitialValues;
 
 /// The dtypes that weights may have in files, for messages.
@@ -30,6 +31,15 @@ pub(crate) struct StoredTensor {
     /// The tensor's name in the file.
     pub(crate) name: String,
     pub(crate) aval: ShapedArray,
+    pub(crate) adapter: Option<TensorAdapter>,
+}
+
+/// The matrices of an adapter beside a tensor: their product is added to its values.
+#[derive(Clone, Debug)]
+pub(crate) struct TensorAdapter {
+    pub(crate) matrices: Arc<AdapterMatrices>,
+    /// True if the tensor is `[inputs, outputs]`.
+    pub(crate) is_transposed: bool,
 }
 
 /// The source of a tensor's values.
@@ -130,6 +140,7 @@ impl ParameterReader {
             && let StoredTensor {
                 origin: ValueOrigin::File(file),
                 name,
+                adapter: None,
                 ..
             } = self.counted(0, region)
         {
@@ -224,38 +235,17 @@ impl StoredTensor {
         {
             let block = iter::once(start..rows.end.min(start + step)).chain(inner.iter().cloned());
             let block = Region::new(block.collect());
-            let file = match &self.origin {
-                ValueOrigin::File(file) => file,
-                ValueOrigin::New(initial) => {
-                    initial.fill(self.aval.shape(), &block, values);
-                    continue;
+            match &self.origin {
+                ValueOrigin::New(initial) => initial.fill(self.aval.shape(), &block, values),
+                ValueOrigin::File(file) => {
+                    bytes.resize(values.len() * dtype.size(), 0);
+                    file.read(&self.name, &block, &mut bytes)?;
+                    convert(&bytes, dtype, values);
                 }
-            };
+            }
 
-            bytes.resize(values.len() * dtype.size(), 0);
-            file.read(&self.name, &block, &mut bytes)?;
-            let halves = bytes
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .map(|pair| u16::from_le_bytes(*pair));
-            let singles = bytes
-                .as_chunks::<4>()
-                .0
-                .iter()
-                .map(|four| f32::from_le_bytes(*four));
-
-            let values = values.iter_mut();
-            match dtype {
-                DType::Bf16 => values
-                    .zip(halves)
-                    .for_each(|(value, bits)| *value = bf16::from_bits(bits).to_f32()),
-                DType::F16 => values
-                    .zip(halves)
-                    .for_each(|(value, bits)| *value = f16::from_bits(bits).to_f32()),
-                _ => values
-                    .zip(singles)
-                    .for_each(|(value, single)| *value = single),
+            if let Some(adapter) = &self.adapter {
+                adapter.matrices.add(&block, adapter.is_transposed, values);
             }
         }
         Ok(())
@@ -285,6 +275,33 @@ impl StoredTensor {
             }
         }
         Ok(())
+    }
+}
+
+/// Converts the little-endian bytes of f32, bf16 or f16 to f32.
+pub(crate) fn convert(bytes: &[u8], dtype: DType, values: &mut [f32]) {
+    let halves = bytes
+        .as_chunks::<2>()
+        .0
+        .iter()
+        .map(|pair| u16::from_le_bytes(*pair));
+    let singles = bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|four| f32::from_le_bytes(*four));
+
+    let values = values.iter_mut();
+    match dtype {
+        DType::Bf16 => values
+            .zip(halves)
+            .for_each(|(value, bits)| *value = bf16::from_bits(bits).to_f32()),
+        DType::F16 => values
+            .zip(halves)
+            .for_each(|(value, bits)| *value = f16::from_bits(bits).to_f32()),
+        _ => values
+            .zip(singles)
+            .for_each(|(value, single)| *value = single),
     }
 }
 
@@ -348,6 +365,7 @@ mod tests {
             origin: ValueOrigin::File(file),
             name: "a".to_owned(),
             aval,
+            adapter: None,
         };
         for is_transposed in [false, true] {
             // The parameter is the tensor without its first rows or columns.
@@ -385,6 +403,7 @@ mod tests {
             origin: ValueOrigin::New(InitialValues::zeros()),
             name: name.to_owned(),
             aval: ShapedArray::new(&[2, 3], DType::F32),
+            adapter: None,
         };
         let reader = |stacked: Option<usize>| ParameterReader {
             source: ParameterSource {

@@ -23,6 +23,8 @@ use crate::division::costs::{HeldBytes, Room};
 use crate::division::rules;
 use crate::division::{Division, by_work, check_layers, check_memory, costs};
 use crate::error::{DivisionError, InvalidSetting, unexpected};
+use crate::family::ParameterSource;
+use crate::hub::adapter::Adapter;
 use crate::hub::folder::{CONFIG, Folder};
 use crate::inference::Inference;
 use crate::inference::generator::Generator;
@@ -48,6 +50,8 @@ pub struct Stages {
     /// The division of each stage's layers over the stage's devices.
     over: Vec<DeviceDivision>,
     lora: Option<Lora>,
+    /// The adapter from which LoRA's matrices have their first values.
+    start: Option<Adapter>,
     seed: u64,
     is_packed: bool,
     /// Number of devices of the job that come before those of the stages.
@@ -99,6 +103,7 @@ impl Stages {
             angles,
             over,
             lora: None,
+            start: None,
             seed: 0,
             is_packed: false,
             after: 0,
@@ -129,6 +134,37 @@ impl Stages {
         self.lora = lora;
         self.seed = seed;
         self
+    }
+
+    /// Trains an adapter further: as [`lora`](Self::lora) with its rank and alpha, and with its
+    /// matrices as first values. Projections beside which it has none begin as those of a new
+    /// adapter.
+    ///
+    /// # Errors
+    ///
+    /// If the adapter has matrices beside other weights than projections of attention and MLP, or
+    /// of other shapes. Modules of another rank or alpha than the adapter's own fail in
+    /// [`training`](Self::training).
+    pub fn continue_adapter(mut self, adapter: &Adapter, seed: u64) -> Result<Self> {
+        let has_experts = self.folder.config().experts.is_some();
+        for (weight, matrices) in adapter.matrices() {
+            let is_projection = |(name, source): &(&str, &ParameterSource)| {
+                let module = name.strip_suffix(lora::WEIGHT).unwrap_or(name);
+                // MLPs of models with experts have no matrices of LoRA.
+                let is_trained = !has_experts || module.contains(".self_attn.");
+                source.name == weight && is_trained && module.ends_with("_proj.")
+            };
+            let Some((_, source)) = self.folder.sources().find(is_projection) else {
+                let expected = "a projection of attention or MLP of the model beside it";
+                return Err(adapter.unexpected(weight, expected, "none"));
+            };
+            self.folder
+                .check_adapter(adapter, weight, matrices, source.is_transposed)?;
+        }
+        self.lora = Some(adapter.lora());
+        self.start = Some(adapter.clone());
+        self.seed = seed;
+        Ok(self)
     }
 
     /// Divides each layer of a stage over several devices: its heads, its MLP, and the vocabulary.
@@ -601,7 +637,11 @@ impl Stages {
         let mut params = BTreeMap::new();
         for (name, aval) in stage.shapes() {
             let sharding = &shardings[&name];
-            let array = match lora::initial(p, &name, &aval, sharding, self.seed) {
+            let first = match self.first_values(&name)? {
+                Some(values) => Some(lora::array_of(p, &aval, sharding, values)),
+                None => lora::initial(p, &name, &aval, sharding, self.seed),
+            };
+            let array = match first {
                 Some(array) => array?,
                 // Tied to the embedding of the first stage, whose values replace it.
                 None if name == OUTPUT && self.folder.config().tie_word_embeddings => p
@@ -614,5 +654,33 @@ impl Stages {
             params.insert(name, array);
         }
         Ok(params)
+    }
+
+    /// Returns the first values of a matrix of LoRA that the adapter has. `None` without an
+    /// adapter, and for other parameters.
+    fn first_values(&self, name: &str) -> Result<Option<Vec<f32>>> {
+        let Some(adapter) = &self.start else {
+            return Ok(None);
+        };
+        let mut ends = lora::MATRICES.iter().enumerate();
+        let found = ends.find_map(|(which, end)| Some((which, name.strip_suffix(*end)?)));
+        let Some((which, start)) = found else {
+            return Ok(None);
+        };
+
+        let weight = format!("{start}{}", lora::WEIGHT);
+        let own = self.folder.sources().find(|(name, _)| *name == weight);
+        let Some((_, source)) = own else {
+            return Ok(None);
+        };
+        let parts = self.folder.sources();
+        let parts = parts.filter(|(_, part)| part.name == source.name);
+        let parts: Vec<&str> = parts.map(|(name, _)| name).collect();
+        let place = parts.iter().position(|part| *part == weight).unwrap_or(0);
+        let [a, b] = match adapter.start(source, place, parts.len())? {
+            Some(matrices) => matrices,
+            None => return Ok(None),
+        };
+        Ok(Some(if which == 0 { a } else { b }))
     }
 }

@@ -3,7 +3,7 @@
 use mpmd::aval::DType;
 use mpmd::pipeline::Schedule;
 use mpmd::topology::Mesh;
-use mpmd::train::{AdamW, Rate, Trainer};
+use mpmd::train::{AdamW, Rate, Sgd, Trainer};
 use mpmd::{MpmdArray, Program, Result};
 
 use crate::stages::Stages;
@@ -81,4 +81,26 @@ pub fn trainer(
         trainer = trainer.clip(clip);
     }
     Ok(trainer)
+}
+
+/// Creates a trainer that only evaluates: nothing is trained, and the optimiser has no state. Its
+/// [`run`](Trainer::run) of 0 steps returns the loss of all held-out data. The model computes in
+/// `compute`.
+///
+/// # Errors
+///
+/// As for [`Stages::losses`] and [`Trainer::new`].
+pub fn evaluator(
+    p: &mut Program,
+    model: &Stages,
+    meshes: &[Mesh],
+    schedule: Schedule,
+    compute: DType,
+) -> Result<Trainer<MpmdArray>> {
+    let pipeline = model.losses(p, meshes)?;
+    let evaluator = Trainer::new(p, pipeline, schedule, Sgd::default())?;
+    match compute {
+        DType::F32 => Ok(evaluator),
+        _ => evaluator.compute(compute),
+    }
 }

@@ -3,4 +3,5 @@
 pub(crate) mod examples;
 pub(crate) mod stream;
 pub(crate) mod template;
+pub(crate) mod token_file;
 pub(crate) mod tokens;

@@ -263,6 +263,11 @@ impl Tokens {
         Ok(Self { ids: ids.into() })
     }
 
+    /// Creates the tokens with these numbers.
+    pub(super) fn of_ids(ids: Vec<u32>) -> Self {
+        Self { ids: ids.into() }
+    }
+
     /// Calls `make` on process 0, and returns its tokens on every process. Every process must call
     /// it, and blocks until it has the tokens. In a dry run each process calls `make`.
     ///

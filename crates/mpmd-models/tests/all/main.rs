@@ -1,6 +1,7 @@
 //! Models in folders that `transformers` has made, against its results. `make_folders.py` makes
 //! the folders again.
 
+mod adapters;
 mod divided;
 mod examples;
 mod experts;
@@ -13,5 +14,6 @@ mod new;
 mod saving;
 mod scores;
 mod strangers;
+mod token_files;
 mod tokenizers;
 mod training;

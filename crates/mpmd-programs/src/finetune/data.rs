@@ -1,19 +1,41 @@
-//! The texts and examples of a training.
+//! The texts, examples and tokens of a training or an evaluation.
 
 use std::path::{Path, PathBuf};
+use std::slice;
 
+use anyhow::ensure;
 use mpmd::job::say;
 use mpmd::train::data::{Data, HELD_OUT_EVERY, PackedSequences, Sequence, TextBytes, Windows};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
-use mpmd_models::{Folder, Tokens, read_examples, spread_examples};
+use mpmd_models::{Folder, TokenType, Tokens, read_examples, spread_examples};
 
 use super::train::TrainArgs;
 use crate::inputs::{InputFiles, check_inputs};
 
+/// The ends of the names of files with numbers of tokens.
+const OF_TOKENS: [&str; 2] = ["bin", "npy"];
+/// The ends of the names of files with examples.
+const OF_EXAMPLES: [&str; 2] = ["jsonl", "json"];
+
+/// True if a file has numbers of tokens, by its name.
+pub(super) fn is_of_tokens(file: &Path) -> bool {
+    ends_with(file, &OF_TOKENS)
+}
+
+/// True if a file that is evaluated has examples, by its name.
+pub(super) fn is_of_examples(file: &Path) -> bool {
+    ends_with(file, &OF_EXAMPLES)
+}
+
+fn ends_with(file: &Path, ends: &[&str]) -> bool {
+    let end = file.extension().and_then(|end| end.to_str());
+    end.is_some_and(|end| ends.contains(&end))
+}
+
 /// The files with training data, by the options that name them.
 pub(super) struct TrainingFiles {
     texts: InputFiles,
-    examples: InputFiles,
+    data: InputFiles,
     held_out: InputFiles,
 }
 
@@ -21,29 +43,36 @@ impl TrainingFiles {
     pub(super) fn new(args: &TrainArgs) -> Self {
         Self {
             texts: InputFiles::new("TEXT", &args.paths),
-            examples: InputFiles::new("--data", args.data.as_slice()),
+            data: InputFiles::new("--data", args.data.as_slice()),
             held_out: InputFiles::new("--held-out", args.held_out.as_slice()),
         }
     }
 
     pub(super) fn all(&self) -> [&InputFiles; 3] {
-        [&self.texts, &self.examples, &self.held_out]
+        [&self.texts, &self.data, &self.held_out]
     }
 
     /// Checks that the tokenizer and the files can be read, before processes start.
     ///
     /// # Errors
     ///
-    /// As for [`check_inputs`].
-    pub(super) fn check_readable(&self, source: &Folder) -> anyhow::Result<()> {
+    /// As for [`check_inputs`]. If tokens are held out from examples.
+    pub(super) fn check_readable(&self, source: &Folder, args: &TrainArgs) -> anyhow::Result<()> {
         let mut texts = self.texts.paths().to_vec();
-        let mut files = self.examples.paths().to_vec();
-        let held_out = if files.is_empty() {
-            &mut texts
-        } else {
-            &mut files
-        };
-        held_out.extend_from_slice(self.held_out.paths());
+        let mut files = self.data.paths().to_vec();
+        for held_out in self.held_out.paths() {
+            let is_of_tokens = is_of_tokens(held_out);
+            ensure!(
+                !(is_of_tokens && args.is_of_examples()),
+                "--held-out {}: expected a file of examples, as --data is one, found tokens",
+                held_out.display()
+            );
+            if is_of_tokens || args.is_of_examples() {
+                files.push(held_out.clone());
+            } else {
+                texts.push(held_out.clone());
+            }
+        }
         check_inputs(source, &texts, &files)
     }
 
@@ -53,10 +82,16 @@ impl TrainingFiles {
         self.all().into_iter().try_for_each(InputFiles::check)
     }
 
-    /// Reads texts on process 0, and returns their tokens on every process.
-    fn tokens(&self, p: &mut Program, paths: &[PathBuf], source: &Folder) -> Result<Tokens> {
+    /// Reads texts, or a file of tokens, on process 0, and returns their tokens on every process.
+    fn tokens(
+        &self,
+        p: &mut Program,
+        paths: &[PathBuf],
+        source: &Folder,
+        raw: Option<TokenType>,
+    ) -> Result<Tokens> {
         Tokens::spread(p, || {
-            let tokens = Tokens::of(&TextBytes::of(paths)?, source)?;
+            let tokens = read_tokens(paths, source, raw)?;
             self.check_unchanged()?;
             Ok(tokens)
         })
@@ -78,36 +113,51 @@ impl TrainingFiles {
     }
 }
 
-/// Reads texts or examples on process 0, and returns them as training data on every process.
+/// Reads the tokens of texts, or of one file of tokens if `raw` has their type.
+fn read_tokens(paths: &[PathBuf], source: &Folder, raw: Option<TokenType>) -> Result<Tokens> {
+    match (paths, raw) {
+        ([file], Some(raw)) => Tokens::of_numbers(file, raw, source),
+        _ => Tokens::of(&TextBytes::of(paths)?, source),
+    }
+}
+
+/// Reads texts, examples or tokens on process 0, and returns them as training data on every
+/// process.
 ///
 /// # Errors
 ///
-/// As for [`Tokens::spread`]. If a file cannot be read, is too short, or has an invalid line.
+/// As for [`Tokens::spread`]. If a file cannot be read, is too short, or has an invalid line or
+/// token.
 pub(super) fn data(
     p: &mut Program,
     source: &Folder,
     args: &TrainArgs,
     inputs: &TrainingFiles,
 ) -> Result<Box<dyn Data<MpmdArray>>> {
-    match &args.data {
+    match args.data.as_deref().filter(|_| args.is_of_examples()) {
         None => Ok(Box::new(windows(p, source, args, inputs)?)),
         Some(file) => Ok(Box::new(packed(p, file, source, args, inputs)?)),
     }
 }
 
-/// Returns the texts as windows of tokens.
+/// Returns the texts, or the tokens of `--data`, as windows.
 fn windows(
     p: &mut Program,
     source: &Folder,
     args: &TrainArgs,
     inputs: &TrainingFiles,
 ) -> Result<Windows> {
-    let tokens = inputs.tokens(p, &args.paths, source)?;
+    let raw: TokenType = args.token_type.into();
+    let tokens = match &args.data {
+        None => inputs.tokens(p, &args.paths, source, None)?,
+        Some(file) => inputs.tokens(p, slice::from_ref(file), source, Some(raw))?,
+    };
     let windows = Windows::new(&tokens, args.time, args.rows)?;
     match &args.held_out {
         None => Ok(windows),
-        Some(text) => {
-            let held_out = inputs.tokens(p, std::slice::from_ref(text), source)?;
+        Some(file) => {
+            let raw = is_of_tokens(file).then_some(raw);
+            let held_out = inputs.tokens(p, slice::from_ref(file), source, raw)?;
             windows.evaluated_on(&held_out)
         }
     }
@@ -150,4 +200,70 @@ fn packed(
         ));
     }
     Ok(packed)
+}
+
+/// The file that `--evaluate` names: a text, examples or tokens.
+pub(super) struct EvaluatedFile(InputFiles);
+
+impl EvaluatedFile {
+    pub(super) fn new(file: &Path) -> Self {
+        Self(InputFiles::new("--evaluate", &[file.to_owned()]))
+    }
+
+    pub(super) fn file(&self) -> &InputFiles {
+        &self.0
+    }
+
+    /// Checks that the tokenizer and the file can be read, before processes start.
+    ///
+    /// # Errors
+    ///
+    /// As for [`check_inputs`].
+    pub(super) fn check_readable(&self, source: &Folder) -> anyhow::Result<()> {
+        let paths = self.0.paths();
+        match paths
+            .iter()
+            .any(|file| is_of_tokens(file) || is_of_examples(file))
+        {
+            true => check_inputs(source, &[], paths),
+            false => check_inputs(source, paths, &[]),
+        }
+    }
+
+    /// Reads the file on process 0, and returns it as held-out data on every process: as a training
+    /// that is evaluated on this file.
+    ///
+    /// # Errors
+    ///
+    /// As for [`data`].
+    pub(super) fn data(
+        &self,
+        p: &mut Program,
+        source: &Folder,
+        args: &TrainArgs,
+    ) -> Result<Box<dyn Data<MpmdArray>>> {
+        let paths = self.0.paths();
+        let [file] = paths else {
+            return Err(mpmd::Error::kernel("one file is evaluated"));
+        };
+        if is_of_examples(file) {
+            let lines = spread_examples(p, || {
+                let examples = read_examples(file, source, args.time)?;
+                self.0.check().map(|()| examples)
+            })?;
+            let examples = lines.concat();
+            // Nothing is trained.
+            let training = examples.clone();
+            let packed = PackedSequences::new(training, Some(examples), args.time, args.rows)?;
+            return Ok(Box::new(packed));
+        }
+
+        let raw = is_of_tokens(file).then(|| args.token_type.into());
+        let tokens = Tokens::spread(p, || {
+            let tokens = read_tokens(paths, source, raw)?;
+            self.0.check().map(|()| tokens)
+        })?;
+        let windows = Windows::new(&tokens, args.time, args.rows)?;
+        Ok(Box::new(windows.evaluated_on(&tokens)?))
+    }
 }

@@ -31,15 +31,39 @@ impl DividedModel {
     ) -> anyhow::Result<Self> {
         let stages = cut.stages();
         let schedule = args.schedule(stages)?;
-        let held = if args.lora.is_some() {
+        let held = if args.lora().is_some() {
             HeldBytes::FROZEN
         } else {
             HeldBytes::TRAINING
         };
         let model = cut.divide(Stages::new(source, stages, args.time)?, held)?;
-        let model = model.lora(args.lora(), args.seed);
-        let model = model.packed(args.data.is_some());
+        let model = match &args.start {
+            Some(adapter) => model.continue_adapter(adapter, args.seed)?,
+            None => model.lora(args.lora(), args.seed),
+        };
+        Self::placed(model.packed(args.is_of_examples()), schedule)
+    }
 
+    /// Divides a model that is only evaluated, on rows of packed examples if `is_packed`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`DividedModel::new`].
+    pub(super) fn frozen(
+        source: &Folder,
+        args: &TrainArgs,
+        cut: &DivisionArgs,
+        is_packed: bool,
+    ) -> anyhow::Result<Self> {
+        let stages = cut.stages();
+        let schedule = args.schedule(stages)?;
+        let model = Stages::new(source, stages, args.time)?;
+        let model = cut.divide(model, HeldBytes::FROZEN)?;
+        Self::placed(model.packed(is_packed), schedule)
+    }
+
+    /// Places the stages of a model on the devices of their ranks.
+    fn placed(model: Stages, schedule: Schedule) -> anyhow::Result<Self> {
         let rank_of = |stage| schedule.rank_of(stage);
         let devices = model
             .devices(rank_of)

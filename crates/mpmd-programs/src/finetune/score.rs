@@ -13,19 +13,20 @@ use serde::Serialize;
 use crate::division::DivisionArgs;
 use crate::inputs::{InputFiles, check_inputs, compared};
 
-/// Options of training that `--score` would ignore.
-const NOT_SCORED: [&str; 8] = [
+/// Options of training that `--score`, `--evaluate` and `--merge` would ignore.
+const NOT_SCORED: [&str; 9] = [
     "TEXT",
     "data",
     "held_out",
     "evaluate_every",
     "lora",
     "save",
+    "save_adapter",
     "checkpoints",
     "metrics",
 ];
 
-/// Arguments of a scoring.
+/// Arguments of a scoring, of an evaluation, and of a merge.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ScoreArgs {
     /// Print the mean loss of this text's tokens as a line of JSON, in place of a training
@@ -34,6 +35,16 @@ pub(crate) struct ScoreArgs {
     /// Number of tokens from the start of the text that form the scored sequence
     #[arg(long, value_name = "N", requires = "score", value_parser = at_least(2))]
     pub tokens: Option<usize>,
+    /// Print the mean loss and the perplexity of this file as a line of JSON, in place of a
+    /// training: lines of JSON (.jsonl) as for --data, numbers of tokens (.bin, .npy), or else a
+    /// text, in windows of --time
+    #[arg(long, value_name = "FILE", conflicts_with = "score", conflicts_with_all = NOT_SCORED)]
+    pub evaluate: Option<PathBuf>,
+    /// Save the model with the products of --adapter added to its weights in this folder, in place
+    /// of a training
+    #[arg(long, value_name = "DIR", requires = "adapter",
+        conflicts_with_all = ["score", "evaluate"], conflicts_with_all = NOT_SCORED)]
+    pub merge: Option<PathBuf>,
 }
 
 /// The line of JSON that `--score` prints.

@@ -13,17 +13,21 @@ use mpmd::train::{Checkpoints, Run, Trainer};
 use mpmd::weights::Publication;
 use mpmd::{Commits, Error, MpmdArray, ProcessId, Program};
 use mpmd_models::{
-    Folder, Lora, TrainerSettings, WeightPublisher, merged, save, save_adapter, trainer,
+    Adapter, Folder, Lora, TrainerSettings, WeightPublisher, merged, save, save_adapter, trainer,
 };
 use serde::Serialize;
 
-use super::data::{TrainingFiles, data};
+use super::best::BestFolder;
+use super::data::{TrainingFiles, data, is_of_tokens};
 use super::divided_model::DividedModel;
 use crate::division::DivisionArgs;
 use crate::inputs::compared;
+use crate::token_type::TokenTypeArg;
 use crate::weight_type::ComputeArg;
 use crate::weights::PublishArgs;
 
+/// Group of the arguments with which matrices of LoRA are trained.
+pub(super) const ADAPTED: &str = "adapted";
 /// Number of checkpoints that are kept in their folder.
 const KEPT: usize = 2;
 
@@ -34,15 +38,28 @@ pub(crate) struct TrainArgs {
     #[arg(id = "TEXT")]
     pub paths: Vec<PathBuf>,
     /// Train on the completions and replies of this file, in place of texts: lines of JSON with
-    /// `prompt` and `completion`, or `messages` for the folder's chat template
+    /// `prompt` and `completion`, or `messages` for the folder's chat template. Or, if it ends with
+    /// .bin or .npy, on its tokens: numbers of --token-type without a header, or an array of NumPy
+    /// of uint16 or uint32
     #[arg(long, value_name = "FILE", conflicts_with = "TEXT")]
     pub data: Option<PathBuf>,
-    /// Evaluate on this text, or this file of examples; default: every tenth part of the others
+    /// Type of the numbers in .bin files of tokens, which are little-endian
+    #[arg(long, value_name = "TYPE", default_value = "u16")]
+    pub token_type: TokenTypeArg,
+    /// Evaluate on this text, this file of examples or of tokens; default: every tenth part of the
+    /// others
     #[arg(long, value_name = "FILE")]
     pub held_out: Option<PathBuf>,
     /// Updates between evaluations; there is one at the end in any case
     #[arg(long, value_name = "STEPS", value_parser = at_least(1))]
     pub evaluate_every: Option<usize>,
+    /// Keep the model with the lowest held-out loss in this folder: in the form of --save, or with
+    /// LoRA in that of --save-adapter
+    #[arg(long, value_name = "DIR", requires = "evaluate_every")]
+    pub save_best: Option<PathBuf>,
+    /// End when this number of evaluations in a row had no lower loss than the best one
+    #[arg(long, value_name = "N", requires = "evaluate_every", value_parser = at_least(1))]
+    pub patience: Option<usize>,
     /// Number of updates, those before a continued checkpoint included
     #[arg(long, default_value_t = 100, value_parser = at_least(1))]
     pub steps: usize,
@@ -78,13 +95,13 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "TYPE", default_value = "f32")]
     pub compute: ComputeArg,
     /// Train only matrices of LoRA with this rank, beside the weights of all projections
-    #[arg(long, value_name = "RANK", value_parser = at_least(1))]
+    #[arg(long, value_name = "RANK", group = ADAPTED, value_parser = at_least(1))]
     pub lora: Option<usize>,
     /// Factor of LoRA's products, before division by the rank; default: twice the rank
     #[arg(long, value_name = "ALPHA", requires = "lora", value_parser = positive)]
     pub lora_alpha: Option<f64>,
     /// Save LoRA's matrices in this folder, as the library `peft` has them
-    #[arg(long, value_name = "DIR", requires = "lora")]
+    #[arg(long, value_name = "DIR", requires = ADAPTED)]
     pub save_adapter: Option<PathBuf>,
     /// Save the trained model in this folder, in the form of the folder that it comes from
     #[arg(long, value_name = "DIR")]
@@ -107,16 +124,27 @@ pub(crate) struct TrainArgs {
     /// The publication of the weights.
     #[command(flatten)]
     pub publish: PublishArgs,
+    /// The adapter that is trained further.
+    #[arg(skip)]
+    pub start: Option<Adapter>,
 }
 
 impl TrainArgs {
     /// Returns the settings of LoRA. `None` if all parameters are trained.
     pub(crate) fn lora(&self) -> Option<Lora> {
+        if let Some(adapter) = &self.start {
+            return Some(adapter.lora());
+        }
         let rank = self.lora?;
         Some(Lora {
             rank,
             alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64),
         })
+    }
+
+    /// True if the training data are examples, not texts or tokens.
+    pub(super) fn is_of_examples(&self) -> bool {
+        self.data.as_deref().is_some_and(|file| !is_of_tokens(file))
     }
 
     /// Returns the settings of the trainer.
@@ -130,6 +158,24 @@ impl TrainArgs {
             compute: self.compute.into(),
             seed: self.seed,
         }
+    }
+
+    /// Returns the options of the training loop, without checkpoints.
+    fn run(&self) -> Run<'static> {
+        let mut run = Run::steps(self.steps as u64);
+        if let Some(steps) = self.evaluate_every {
+            run = run.evaluate_every(steps as u64);
+        }
+        if let Some(evaluations) = self.patience {
+            run = run.patience(evaluations as u64);
+        }
+        if let Some(file) = &self.metrics {
+            run = run.metrics(file);
+        }
+        if let Some(steps) = self.save_every {
+            run = run.save_every(steps as u64);
+        }
+        run
     }
 
     /// Returns the schedule of `--schedule` for `stages` stages.
@@ -159,10 +205,21 @@ struct Trained {
     loss: Option<f64>,
     /// Mean loss of the held-out tokens, in nats per token.
     held_out_loss: Option<f64>,
+    /// The evaluation with the lowest loss, if `--evaluate-every` is given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    best: Option<TrainedBest>,
 }
 
-/// Trains a model on texts or examples, and saves it. Process 0 prints the outcome as a line of
-/// JSON to stdout.
+/// The evaluation with the lowest loss, in [`Trained`].
+#[derive(Serialize)]
+struct TrainedBest {
+    /// Number of updates that the evaluated model has had.
+    step: u64,
+    held_out_loss: f64,
+}
+
+/// Trains a model on texts, examples or tokens, and saves it. Process 0 prints the outcome as a
+/// line of JSON to stdout.
 ///
 /// Checks the folder and the data before any process is started. In the job only process 0 reads
 /// the data.
@@ -180,20 +237,29 @@ pub(crate) fn run(
     source.check_training()?;
     ensure!(
         !args.paths.is_empty() || args.data.is_some(),
-        "there is nothing to train on: give a TEXT, --data FILE or --score FILE"
+        "there is nothing to train on: give a TEXT or --data FILE, or --score or --evaluate FILE"
     );
     let DividedModel { model, devices, .. } = DividedModel::new(source, args, cut)?;
     model.check_trained()?;
     let inputs = TrainingFiles::new(args);
-    inputs.check_readable(source)?;
+    inputs.check_readable(source, args)?;
     if cut.show_sharding {
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
     }
-    create_saved_folders(source, args)?;
+    let saved = [
+        ("--save", args.save.as_deref()),
+        ("--save-adapter", args.save_adapter.as_deref()),
+        ("--save-best", args.save_best.as_deref()),
+    ];
+    create_saved_folders(source, &saved)?;
 
     // Process 0 alone writes them.
-    let job = &compared(job, source, &inputs.all()).may_differ(["metrics"]);
+    let mut job = compared(job, source, &inputs.all()).may_differ(["metrics"]);
+    if let Some(adapter) = args.start.clone() {
+        job = job.input(move || vec![adapter.fact()]);
+    }
+    let job = &job;
     let publication = args.publish.publication()?;
     let training = Training {
         source,
@@ -223,16 +289,16 @@ pub(crate) fn run(
     }
 }
 
-/// Creates the folders of `--save` and `--save-adapter`. They must differ from each other and from
-/// the folder of `--model` or `--new`.
+/// Creates the folders for models and adapters that options name. They must differ from each other
+/// and from the folder of `--model` or `--new`.
 ///
 /// A folder that cannot be created is found here, before hours of training.
-fn create_saved_folders(source: &Folder, args: &TrainArgs) -> anyhow::Result<()> {
+pub(super) fn create_saved_folders(
+    source: &Folder,
+    saved: &[(&str, Option<&Path>)],
+) -> anyhow::Result<()> {
     let mut folders = vec![source.path().canonicalize().ok()];
-    for (option, folder) in [
-        ("--save", &args.save),
-        ("--save-adapter", &args.save_adapter),
-    ] {
+    for (option, folder) in saved {
         let Some(folder) = folder else { continue };
         let name = folder.display();
         std::fs::create_dir_all(folder)
@@ -288,6 +354,11 @@ impl Training<'_> {
             // It is small beside the model.
             check_folder(p, folder, 0)?;
         }
+        if let Some(folder) = &args.save_best {
+            let is_adapter = args.lora().is_some();
+            let bytes = if is_adapter { 0 } else { source.saved_bytes() };
+            check_folder(p, folder, bytes)?;
+        }
         let divided = match p.epoch() {
             1 => DividedModel::new(source, args, cut)?,
             _ => DividedModel::over(source, args, cut, p.processes())?,
@@ -299,6 +370,15 @@ impl Training<'_> {
             ..
         } = divided;
         let data = data(p, source, args, &self.inputs)?;
+        for (option, is_given) in [
+            ("--save-best", args.save_best.is_some()),
+            ("--patience", args.patience.is_some()),
+        ] {
+            ensure!(
+                !is_given || data.held_out_len() > 0,
+                "{option}: nothing is held out for evaluations: give --held-out FILE"
+            );
+        }
         let mut trainer = trainer(p, &model, &meshes, schedule, &args.settings())?;
         if p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run() {
             say(&trainer.computed_by(p));
@@ -309,13 +389,7 @@ impl Training<'_> {
             Some(Err(Error::CommitsLost { .. })) if args.checkpoints.is_some() => 0,
             Some(step) => step?,
         };
-        let mut run = Run::steps(args.steps as u64);
-        if let Some(steps) = args.evaluate_every {
-            run = run.evaluate_every(steps as u64);
-        }
-        if let Some(file) = &args.metrics {
-            run = run.metrics(file);
-        }
+        let mut run = args.run();
         if let Some(folder) = &args.checkpoints {
             let checkpoints = self.checkpoints(folder)?;
             if resumed == 0 {
@@ -323,20 +397,34 @@ impl Training<'_> {
             }
             run = run.checkpoints(checkpoints);
         }
-        if let Some(steps) = args.save_every {
-            run = run.save_every(steps as u64);
-        }
         if let Some(publication) = self.publication.clone() {
             trainer = self.published(p, trainer, publication)?;
+        }
+        let is_first = p.process() == ProcessId(0) && !p.is_dry_run();
+        let kept = args.save_best.as_ref();
+        let kept = kept.map(|folder| BestFolder::new(folder, source, args.lora()));
+        if let Some(kept) = kept.clone() {
+            if is_first {
+                kept.warn_of_missing(trainer.best());
+            }
+            trainer = trainer.after_best(move |p, step, pipeline: &_| kept.save(p, step, pipeline));
         }
 
         let outcome = trainer.run(p, run, &*data)?;
         self.save(p, &trainer)?;
-        if p.process() == ProcessId(0) && !p.is_dry_run() {
+        if is_first {
+            let best = trainer.best().filter(|_| args.evaluate_every.is_some());
+            if let Some((kept, best)) = kept.zip(best) {
+                kept.report(best);
+            }
             let trained = Trained {
                 steps: outcome.steps,
                 loss: outcome.last.map(|last| last.loss),
                 held_out_loss: outcome.evaluation,
+                best: best.map(|best| TrainedBest {
+                    step: best.step,
+                    held_out_loss: best.loss,
+                }),
             };
             println!("{}", serde_json::to_string(&trained)?);
         }

@@ -18,10 +18,10 @@ use mpmd::{MpmdArray, Program};
 
 use crate::folders::{change, change_config, copy, expected, path, read_all, text};
 
-const FINETUNE: &str = env!("CARGO_BIN_EXE_finetune");
+pub(crate) const FINETUNE: &str = env!("CARGO_BIN_EXE_finetune");
 
 /// Runs the program as `processes` processes until all have ended.
-fn run(processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
+pub(crate) fn run(processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
     let job = Processes::new(processes, FINETUNE)
         .args(args)
         .deadline(Duration::from_secs(120));
@@ -29,7 +29,7 @@ fn run(processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
 }
 
 /// Returns a command without the variables of mpmd that the test process may have.
-fn bare(program: &str) -> Command {
+pub(crate) fn bare(program: &str) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("MPMD_") {

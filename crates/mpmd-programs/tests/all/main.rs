@@ -1,5 +1,6 @@
 //! The programs as real processes.
 
+mod best;
 mod changed;
 #[path = "../../../mpmd-serve/tests/all/client.rs"]
 #[allow(dead_code, reason = "shared with the tests of mpmd-serve")]
@@ -11,5 +12,6 @@ mod finetune;
 mod folders;
 mod generate;
 mod hosts;
+mod model_names;
 mod new;
 mod serve;

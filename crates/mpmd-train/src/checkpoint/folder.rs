@@ -154,22 +154,23 @@ fn place(
     }
 }
 
-/// Removes all checkpoints but the newest `keep`, and files of broken saves before the newest
-/// checkpoint. Keeps folders that also have files of others.
-pub(super) fn remove_old(folder: &Path, keep: usize) -> Result<()> {
+/// Removes all checkpoints but the newest `keep` and that of step `best`, and files of broken saves
+/// before the newest checkpoint. Keeps folders that also have files of others.
+pub(super) fn remove_old(folder: &Path, keep: usize, best: Option<u64>) -> Result<()> {
     let steps = steps(folder)?;
     let Some(newest) = steps.last() else {
         return Ok(());
     };
     let (old, kept) = steps.split_at(steps.len().saturating_sub(keep.max(1)));
-    for step in old {
+    for step in old.iter().filter(|step| Some(**step) != best) {
         remove(&manifest(folder, *step))?;
     }
 
     // A manifest must not outlive its files.
     sync_folder(folder)?;
     for name in names(folder)? {
-        let is_old = |step: u64| step < *newest && !kept.contains(&step);
+        let is_kept = |step: u64| kept.contains(&step) || Some(step) == best;
+        let is_old = |step: u64| step < *newest && !is_kept(step);
         if step_and_epoch_of(&name).is_some_and(|(step, _)| is_old(step)) {
             remove_save(&folder.join(name))?;
         }
@@ -244,7 +245,7 @@ mod tests {
         assert!(prepare(folder, 7, 1, &plan).is_err());
         assert!(!files(folder, 7, 3).exists());
         commit(folder, 8, 2, b"manifest").unwrap();
-        remove_old(folder, 1).unwrap();
+        remove_old(folder, 1, None).unwrap();
         assert_eq!(names(folder).unwrap(), ["step-00000008.json"]);
     }
 
@@ -258,7 +259,7 @@ mod tests {
             commit(folder, step, 1, b"manifest").unwrap();
         }
         fs::write(folder.join("step-1.json"), "of somebody else").unwrap();
-        remove_old(folder, 2).unwrap();
+        remove_old(folder, 2, None).unwrap();
         assert_eq!(steps(folder).unwrap(), [7, 8]);
         let mut folders: Vec<_> = names(folder)
             .unwrap()
@@ -298,7 +299,7 @@ mod tests {
         fs::write(target.path().join(MODEL), "of somebody else").unwrap();
         std::os::unix::fs::symlink(target.path(), &elsewhere).unwrap();
         commit(folder, 9, 1, b"manifest").unwrap();
-        remove_old(folder, 1).unwrap();
+        remove_old(folder, 1, None).unwrap();
         assert!(
             !parts.exists() && foreign.iter().all(|path| path.exists()),
             "{foreign:?}"

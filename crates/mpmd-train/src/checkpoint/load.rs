@@ -16,14 +16,16 @@ use super::manifest::{FileEntry, LARGEST, Manifest, hash, read_list};
 use super::pieces::check_pieces;
 use super::{CheckpointContents, Checkpoints, RestorePoint, folder};
 use crate::agree::{agree, on_first};
+use crate::best::BestEvaluation;
 use crate::tensors::owners::owners;
 use crate::tensors::{LONGEST_HEADER, TensorFile, failed};
 
-/// The arrays of a checkpoint, in the order of the requested [`CheckpointContents`], with its step
-/// and seed.
+/// The arrays of a checkpoint, in the order of the requested [`CheckpointContents`], with its step,
+/// seed and best evaluation.
 pub(crate) struct LoadedCheckpoint {
     pub(crate) step: u64,
     pub(crate) seed: u64,
+    pub(crate) best: Option<BestEvaluation>,
     pub(crate) arrays: Vec<MpmdArray>,
 }
 
@@ -258,8 +260,15 @@ pub(crate) fn load(
 
     let checkpoint = Arc::new(checked?);
     let arrays = read_arrays(p, &checkpoint, &contents.arrays).map_err(advice)?;
-    let Manifest { step, seed, .. } = checkpoint.manifest;
-    Ok(Some(LoadedCheckpoint { step, seed, arrays }))
+    let Manifest {
+        step, seed, best, ..
+    } = checkpoint.manifest;
+    Ok(Some(LoadedCheckpoint {
+        step,
+        seed,
+        best,
+        arrays,
+    }))
 }
 
 /// The error at the first array and region that a process could not read.
@@ -357,6 +366,7 @@ mod tests {
         Ok(CheckpointContents {
             step: 1,
             seed: 2,
+            best: None,
             stages: 1,
             by_stage: false,
             arrays,

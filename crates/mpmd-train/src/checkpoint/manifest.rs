@@ -8,6 +8,7 @@ use mpmd_layout::region::Region;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
+use crate::best::BestEvaluation;
 use crate::tensors::failed;
 
 /// Version of the manifest format that this program writes and reads.
@@ -15,7 +16,7 @@ pub(super) const FORMAT: u32 = 1;
 /// Limit on the bytes that are read from a manifest or a list of pieces.
 pub(super) const LARGEST: u64 = 1 << 30;
 
-/// The files of a checkpoint, and the step and seed of its training.
+/// The files of a checkpoint, and the step, seed and best evaluation of its training.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Manifest {
     pub(super) format: u32,
@@ -25,6 +26,9 @@ pub(super) struct Manifest {
     #[serde(default = "first", skip_serializing_if = "is_first")]
     pub(super) epoch: u64,
     pub(super) seed: u64,
+    /// The best evaluation up to the save. `None` if there was no evaluation yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) best: Option<BestEvaluation>,
     /// Number of processes that wrote the checkpoint.
     pub(super) processes: usize,
     pub(super) stages: usize,
@@ -169,11 +173,13 @@ mod tests {
         let (step, epoch, seed, processes, stages) = (100, 2, u64::MAX, 4, 2);
         let settings = BTreeMap::from([("heads".to_owned(), "4".to_owned())]);
         let (format, by_stage) = (FORMAT, false);
+        let best = Some(BestEvaluation::updated(None, 100, 0.1 + 0.2));
         Manifest {
             format,
             step,
             epoch,
             seed,
+            best,
             processes,
             stages,
             by_stage,

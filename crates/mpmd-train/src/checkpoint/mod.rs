@@ -30,7 +30,8 @@
 //! stage, as in `stage.1.`. Such a checkpoint restores to the same number of stages only.
 //!
 //! The data and the random keys of a microbatch depend on the seed, the step and the microbatch
-//! only. So step and seed are the whole position of a training.
+//! only. So step and seed are the whole position of a training. A checkpoint also has the best
+//! evaluation so far.
 //!
 //! Process 0 holds a lock on the file `.lock`, so that only one job saves there.
 //!
@@ -53,16 +54,18 @@ use mpmd_base::block::Mutex;
 use mpmd_core::{MpmdArray, Program, Result};
 
 use crate::agree::on_first;
+use crate::best::BestEvaluation;
 use crate::tensors::disk::create_folder;
 use crate::tensors::{check_folder, failed};
 pub(crate) use load::{LoadedCheckpoint, load};
 use lock::FolderLock;
 pub(crate) use save::{SaveProgress, SaveStatus, Saving};
 
-/// The arrays of a training, and its position: the step and the seed.
+/// The arrays of a training, its position (the step and the seed), and its best evaluation.
 pub(crate) struct CheckpointContents {
     pub(crate) step: u64,
     pub(crate) seed: u64,
+    pub(crate) best: Option<BestEvaluation>,
     pub(crate) stages: usize,
     /// True if the names of the arrays begin with their stage, as in `stage.1.`.
     pub(crate) by_stage: bool,
@@ -86,6 +89,7 @@ enum RestorePoint {
 pub struct Checkpoints {
     folder: PathBuf,
     keep: Option<usize>,
+    keeps_best: bool,
     file_bytes: u64,
     trained_only: bool,
     at: RestorePoint,
@@ -101,6 +105,7 @@ impl Checkpoints {
         Self {
             folder: folder.into(),
             keep: None,
+            keeps_best: false,
             file_bytes: 4 << 30,
             trained_only: false,
             at: RestorePoint::Newest,
@@ -114,6 +119,15 @@ impl Checkpoints {
     #[must_use]
     pub fn keep(mut self, n: usize) -> Self {
         self.keep = Some(n.max(1));
+        self
+    }
+
+    /// Also keeps the checkpoint of the [best evaluation](crate::Trainer::best), which
+    /// [`at`](Self::at) restores. There is one if the training saved after the step of this
+    /// evaluation. Has no effect without [`keep`](Self::keep).
+    #[must_use]
+    pub fn keep_best(mut self) -> Self {
+        self.keeps_best = true;
         self
     }
 

@@ -97,6 +97,7 @@ impl Saving {
         let CheckpointContents {
             step,
             seed,
+            best,
             stages,
             by_stage,
             arrays,
@@ -138,6 +139,7 @@ impl Saving {
             step,
             epoch,
             seed,
+            best,
             processes: p.processes(),
             stages,
             by_stage,
@@ -149,6 +151,7 @@ impl Saving {
             process: p.process(),
             folder: to.folder.clone(),
             keep: to.keep,
+            keeps_best: to.keeps_best,
             plan,
             copies,
             manifest,
@@ -258,6 +261,7 @@ struct Writer {
     process: ProcessId,
     folder: PathBuf,
     keep: Option<usize>,
+    keeps_best: bool,
     plan: TensorFiles,
     /// (name, copy in host memory) of each array.
     copies: Vec<(String, MpmdArray)>,
@@ -353,8 +357,10 @@ impl Writer {
 
         // A manifest must not outlive its files. Each process has done the same for their folder.
         sync_folder(&self.folder)?;
+        let best = manifest.best.filter(|_| self.keeps_best);
         folder::commit(&self.folder, step, epoch, &manifest.seal()?)?;
+        let best = best.map(|best| best.step);
         self.keep
-            .map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep))
+            .map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep, best))
     }
 }

@@ -56,6 +56,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         CheckpointContents {
             step: self.steps(),
             seed: self.seed,
+            best: self.best,
             stages,
             by_stage,
             arrays,

@@ -21,6 +21,7 @@ use mpmd_layout::topology::Mesh;
 pub use report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport};
 pub use run::{ReportAnswer, Run, RunOutcome};
 
+use crate::best::BestEvaluation;
 use crate::data::{Data, MicrobatchPlace};
 use crate::optimizer::{Optimizer, OptimizerSettings};
 use crate::rate::Rate;
@@ -55,10 +56,12 @@ pub struct Trainer<In> {
     metrics: MetricNames,
     /// The last recovery, if the loop has not written it to the metrics yet.
     recovery: Option<Recovery>,
+    best: Option<BestEvaluation>,
     after_step: Option<AfterStep<In>>,
+    after_best: Option<AfterStep<In>>,
 }
 
-/// A function of the caller that is called after each step is issued.
+/// A function of the caller that is called with the number of updates and the pipeline.
 type AfterStep<In> =
     Box<dyn FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send>;
 
@@ -95,7 +98,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             is_resumed: false,
             metrics: MetricNames::default(),
             recovery: None,
+            best: None,
             after_step: None,
+            after_best: None,
         })
     }
 
@@ -152,6 +157,19 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
+    /// Makes [`Trainer::run`] call `f` on every process after each evaluation that is the best so
+    /// far, with the number of updates and the pipeline. `f` may for instance save the parameters.
+    /// After [`Trainer::resume`] the call for the last evaluation may be repeated. An error of `f`
+    /// ends the training.
+    #[must_use]
+    pub fn after_best<F>(mut self, f: F) -> Self
+    where
+        F: FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send + 'static,
+    {
+        self.after_best = Some(Box::new(f));
+        self
+    }
+
     /// Sets the flag that asks this process to stop. It replaces the flag of [`StopFlag::install`],
     /// which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 set.
     #[must_use]
@@ -169,6 +187,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Returns the number of updates so far.
     pub fn steps(&self) -> u64 {
         self.optimizer.updates()
+    }
+
+    /// Returns the evaluation with the lowest loss in the runs of this trainer, and in those before
+    /// the checkpoint or commit that it has restored. `None` if no evaluation has ended yet. It is
+    /// the same on every process.
+    pub fn best(&self) -> Option<BestEvaluation> {
+        self.best
     }
 
     /// Returns the pipeline, for instance to read its parameters.

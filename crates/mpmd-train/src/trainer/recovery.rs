@@ -8,6 +8,7 @@ use mpmd_core::{Commits, Committed, Error, MpmdArray, Program, Result};
 
 use super::Trainer;
 use super::report::{ReportArrays, StepHandle};
+use crate::best::{BEST_WORDS, BestEvaluation};
 use crate::checkpoint::Checkpoints;
 
 /// Number of last steps whose figures a commit contains. When a commit is issued, the reports of
@@ -111,14 +112,18 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
         state.chain(figures).collect()
     }
 
-    /// Encodes the step, the seed, and the number and learning rate of each of the last steps, then
-    /// the metric names.
+    /// Encodes the step, the seed, the best evaluation, and the number and learning rate of each of
+    /// the last steps, then the metric names.
     fn values(&self) -> Vec<u8> {
         let recent = self
             .recent
             .iter()
             .flat_map(|recent| [recent.step, recent.rate.to_bits()]);
-        let words = [self.steps(), self.seed].into_iter().chain(recent);
+        let best = BestEvaluation::words(self.best);
+        let words = [self.steps(), self.seed]
+            .into_iter()
+            .chain(best)
+            .chain(recent);
         words
             .flat_map(u64::to_le_bytes)
             .chain(self.metrics.join("\n").into_bytes())
@@ -128,13 +133,16 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
     fn restore(&mut self, mut arrays: Vec<MpmdArray>, values: &[u8]) -> Result<()> {
         let count = self.recent.len();
         let (words, names) = values
-            .split_at_checked(8 * (2 + 2 * count))
+            .split_at_checked(8 * (2 + BEST_WORDS + 2 * count))
             .ok_or_else(|| other(values))?;
         let (words, _) = words.as_chunks::<8>();
         let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
         let names = str::from_utf8(names).map_err(|_| other(values))?;
 
-        let [step, seed, ref recent @ ..] = words[..] else {
+        let Some(([step, seed], words)) = words.split_first_chunk() else {
+            return Err(other(values));
+        };
+        let Some((best, recent)) = words.split_first_chunk() else {
             return Err(other(values));
         };
         if recent.len() != 2 * count || arrays.len() < count {
@@ -143,8 +151,9 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
 
         let figures = arrays.split_off(arrays.len() - count);
         self.set_arrays(arrays, false)?;
-        self.optimizer.set_updates(step);
-        self.seed = seed;
+        self.optimizer.set_updates(*step);
+        self.seed = *seed;
+        self.best = BestEvaluation::of_words(*best);
         self.metrics = names.lines().map(str::to_owned).collect();
 
         let recent = recent

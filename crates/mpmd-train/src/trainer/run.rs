@@ -15,6 +15,7 @@ use super::not_finite::{NotFinite, UNKNOWN};
 use super::progress::{Progress, say};
 use super::report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport, Sums};
 use super::saves::Saves;
+use crate::best::BestEvaluation;
 use crate::checkpoint::Checkpoints;
 use crate::data::Data;
 use crate::stop::{StopFlag, stop_name};
@@ -52,6 +53,7 @@ pub struct Run<'a> {
     steps: u64,
     seconds: Option<f64>,
     evaluate_every: Option<u64>,
+    patience: Option<u64>,
     metrics: Option<PathBuf>,
     progress: bool,
     on_step: OnReport<'a, StepReport>,
@@ -68,6 +70,7 @@ impl<'a> Run<'a> {
             steps,
             seconds: None,
             evaluate_every: None,
+            patience: None,
             metrics: None,
             progress: true,
             on_step: Box::new(|_| ReportAnswer::Continue),
@@ -92,6 +95,14 @@ impl<'a> Run<'a> {
     /// the end.
     pub fn evaluate_every(mut self, steps: u64) -> Self {
         self.evaluate_every = Some(steps.max(1));
+        self
+    }
+
+    /// Also ends the training when `evaluations` evaluations in a row had no lower loss than the
+    /// [best](Trainer::best) one. No step follows the last of them. Evaluations of earlier runs
+    /// count, as the restored checkpoint or commit has them.
+    pub fn patience(mut self, evaluations: u64) -> Self {
+        self.patience = Some(evaluations.max(1));
         self
     }
 
@@ -141,14 +152,13 @@ impl<'a> Run<'a> {
     /// ```
     /// use mpmd_train::{ReportAnswer, Run};
     ///
-    /// // Ends when three evaluations in a row were no better than the best.
-    /// let (mut best, mut worse) = (f64::INFINITY, 0);
-    /// let run = Run::steps(1000).evaluate_every(50).on_evaluation(move |report| {
-    ///     worse = if report.loss() < best { 0 } else { worse + 1 };
-    ///     best = best.min(report.loss());
-    ///     if worse < 3 { ReportAnswer::Continue } else { ReportAnswer::Stop }
+    /// // Ends when the model is good enough.
+    /// let run = Run::steps(1000).evaluate_every(50).on_evaluation(|report| {
+    ///     if report.loss() > 0.5 { ReportAnswer::Continue } else { ReportAnswer::Stop }
     /// });
     /// ```
+    ///
+    /// [`Run::patience`] ends a training when its loss no longer falls.
     pub fn on_evaluation<N: Into<ReportAnswer>>(
         mut self,
         mut f: impl FnMut(&EvaluationReport) -> N + 'a,
@@ -158,8 +168,8 @@ impl<'a> Run<'a> {
     }
 
     /// Saves a checkpoint after the last step, also if the run was stopped. [`Trainer::restore`]
-    /// continues from the checkpoint. It becomes complete after the last evaluation, and only if
-    /// the evaluation's loss is finite.
+    /// continues from the checkpoint. It is saved after the last evaluation, and only if the
+    /// evaluation's loss is finite.
     pub fn checkpoints(mut self, to: Checkpoints) -> Self {
         self.checkpoints = Some(to);
         self
@@ -170,7 +180,8 @@ impl<'a> Run<'a> {
     ///
     /// Each save takes host memory for a copy of the process's regions. Before a save begins, the
     /// training waits for the reports of all steps so far, and for the previous save. So a model
-    /// with values that are not finite replaces no good checkpoint.
+    /// with values that are not finite replaces no good checkpoint. An evaluation after the same
+    /// step comes first, so the checkpoint contains it as the best one.
     pub fn save_every(mut self, steps: u64) -> Self {
         self.save_every = Some(steps.max(1));
         self
@@ -183,6 +194,7 @@ impl fmt::Debug for Run<'_> {
             .field("steps", &self.steps)
             .field("seconds", &self.seconds)
             .field("evaluate_every", &self.evaluate_every)
+            .field("patience", &self.patience)
             .field("metrics", &self.metrics)
             .field("checkpoints", &self.checkpoints)
             .field("save_every", &self.save_every)
@@ -258,19 +270,22 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         };
         if std::mem::take(&mut self.is_resumed) {
             self.repeat_reports(p, &mut observer)?;
-            // A process may have died in this evaluation.
+            // A process may have died in this evaluation, or before this save.
             if plan.is_evaluated_after(self.steps()) {
                 self.evaluate_held_out(p, data, &mut observer)?;
+            }
+            if observer.saves.is_due(self.steps()) {
+                self.begin_save_if_finite(p, &mut observer)?;
             }
         }
 
         self.train(p, plan, data, &mut observer)?;
-        self.begin_save_if_finite(p, &mut observer)?;
+        self.check_trained(p, &mut observer)?;
         let is_evaluated = |report: &EvaluationReport| report.step == self.steps();
         if observer.stopped.is_none() && !observer.evaluation.as_ref().is_some_and(is_evaluated) {
             self.evaluate_held_out(p, data, &mut observer)?;
         }
-
+        observer.saves.begin(p, self)?;
         observer.saves.finish(p)?;
         // Its end draws it once more.
         drop(observer.progress.take());
@@ -333,7 +348,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             progress,
             on_step: run.on_step,
             on_evaluation: run.on_evaluation,
-            next: ReportAnswer::Continue,
+            // An earlier run may have ended by it.
+            next: out_of_patience(run.patience, self.best),
+            patience: run.patience,
             last: None,
             stopped: None,
             evaluation: None,
@@ -421,14 +438,6 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 self.after_step = Some(after);
             }
 
-            if observer.saves.is_due(self.steps()) {
-                // They show if the save before, which is complete then, has a model of use.
-                pending
-                    .drain(..)
-                    .try_for_each(|step| self.read(p, observer, step))?;
-                self.begin_save_if_finite(p, observer)?;
-            }
-
             if let Some(commits) = self
                 .commits
                 .as_ref()
@@ -450,6 +459,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             if plan.is_evaluated_after(self.steps()) && observer.goes_on() {
                 self.evaluate_held_out(p, data, observer)?;
             }
+            if observer.saves.is_due(self.steps()) {
+                // They show if the save before, which is complete then, has a model of use.
+                pending
+                    .drain(..)
+                    .try_for_each(|step| self.read(p, observer, step))?;
+                self.begin_save_if_finite(p, observer)?;
+            }
         }
         pending
             .into_iter()
@@ -463,6 +479,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         p: &mut Program,
         observer: &mut RunObserver<'_>,
     ) -> Result<()> {
+        self.check_trained(p, observer)?;
+        observer.saves.begin(p, self)
+    }
+
+    /// Fails if a trained parameter is not finite.
+    fn check_trained(&mut self, p: &mut Program, observer: &mut RunObserver<'_>) -> Result<()> {
         if let Some(parameter) = self.spoiled(p)? {
             let what = format!("the model after step {} cannot be used", self.steps());
             let figure = NotFinite {
@@ -471,7 +493,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             };
             return self.fail(p, observer, &what, figure);
         }
-        observer.saves.begin(p, self)
+        Ok(())
     }
 
     /// Ends the saves, and returns the error of a figure that is not finite. `what` names the
@@ -543,7 +565,28 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             let what = format!("the evaluation after step {} has loss {loss}", self.steps());
             return self.fail(p, observer, &what, NotFinite { weight, ..UNKNOWN });
         }
-        observer.evaluated(report);
+        self.note_evaluation(p, observer, report)
+    }
+
+    /// Passes the report of an evaluation to the observer, and the model to the caller's function
+    /// if it is the best one.
+    fn note_evaluation(
+        &mut self,
+        p: &mut Program,
+        observer: &mut RunObserver<'_>,
+        report: EvaluationReport,
+    ) -> Result<()> {
+        let before = self.best.map(|best| best.step);
+        let best = BestEvaluation::updated(self.best, report.step, report.loss());
+        self.best = Some(best);
+        observer.evaluated(report, best);
+
+        if before != Some(best.step)
+            && let Some(mut after) = self.after_best.take()
+        {
+            after(p, best.step, &self.pipeline)?;
+            self.after_best = Some(after);
+        }
         Ok(())
     }
 
@@ -613,6 +656,17 @@ impl StepPlan {
     }
 }
 
+/// Returns [`ReportAnswer::Stop`] if `patience` evaluations or more have followed the best one.
+fn out_of_patience(patience: Option<u64>, best: Option<BestEvaluation>) -> ReportAnswer {
+    let ends = patience
+        .zip(best)
+        .is_some_and(|(patience, best)| best.later >= patience);
+    match ends {
+        true => ReportAnswer::Stop,
+        false => ReportAnswer::Continue,
+    }
+}
+
 /// The time limit of a run.
 #[derive(Clone, Copy)]
 struct TimeLimit {
@@ -636,6 +690,8 @@ struct RunObserver<'a> {
     on_evaluation: OnReport<'a, EvaluationReport>,
     /// [`ReportAnswer::Stop`] after a function of the caller has returned it.
     next: ReportAnswer,
+    /// Number of evaluations without a lower loss that end the training.
+    patience: Option<u64>,
     last: Option<StepReport>,
     stopped: Option<i32>,
     evaluation: Option<EvaluationReport>,
@@ -709,14 +765,16 @@ impl RunObserver<'_> {
         }
     }
 
-    fn evaluated(&mut self, report: EvaluationReport) {
+    /// Passes on the report of an evaluation. `best` is the best one so far.
+    fn evaluated(&mut self, report: EvaluationReport, best: BestEvaluation) {
         if let Some(metrics) = &mut self.metrics {
             metrics.evaluation(&report, self.start.elapsed().as_secs_f64());
         }
         if let Some(progress) = &self.progress {
             progress.evaluated(&report);
         }
-        if (self.on_evaluation)(&report) == ReportAnswer::Stop {
+        let ends = out_of_patience(self.patience, Some(best)) == ReportAnswer::Stop;
+        if (self.on_evaluation)(&report) == ReportAnswer::Stop || ends {
             self.next = ReportAnswer::Stop;
         }
         self.evaluation = Some(report);

@@ -45,9 +45,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// requests, and returns its step. Returns `None` and changes nothing if there is no
     /// checkpoint. Every process must call it.
     ///
-    /// Restores the parameters, the optimiser's state, the step and the seed, which replaces a seed
-    /// set by [`Trainer::seed`]. The processes, stages and shardings may differ from those at the
-    /// save. The schedule, the learning rate and the data are those of this program.
+    /// Restores the parameters, the optimiser's state, the step, the best evaluation, and the seed,
+    /// which replaces a seed set by [`Trainer::seed`]. The processes, stages and shardings may
+    /// differ from those at the save. The schedule, the learning rate and the data are those of
+    /// this program.
     ///
     /// Each region is read once, by the owner of the first device that holds it, and sent to the
     /// other devices. All read bytes are compared with their hashes. Old and new arrays are in
@@ -64,10 +65,16 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let Some(loaded) = load(p, from, &self.contents(trained_only))? else {
             return Ok(None);
         };
-        let LoadedCheckpoint { step, seed, arrays } = loaded;
+        let LoadedCheckpoint {
+            step,
+            seed,
+            best,
+            arrays,
+        } = loaded;
         self.set_arrays(arrays, trained_only)?;
         self.optimizer.set_updates(step);
         self.seed = seed;
+        self.best = best;
         self.saved = Some((from.folder().to_owned(), step));
         Ok(Some(step))
     }

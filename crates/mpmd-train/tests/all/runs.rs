@@ -1,6 +1,7 @@
 //! The loop of a training: metrics, evaluations, stops and hooks.
 
 use std::cell::RefCell;
+use std::sync::{Arc, Mutex};
 
 use mpmd_core::pipeline::{Microbatch, Schedule};
 use mpmd_core::prelude::*;
@@ -381,4 +382,84 @@ fn run_continues_after_earlier_updates() {
         std::fs::read_to_string(&file).unwrap().lines().count(),
         5 + 2
     );
+}
+
+/// Runs a training in which the loss stays the same, from the newest checkpoint. Returns
+/// the number of updates, the step of the best evaluation, and the number of later evaluations.
+fn without_progress(processes: usize, to: &Checkpoints, steps: u64) -> (u64, u64, u64) {
+    let results = Simulation::new(processes, 4).run(|p| {
+        let trainer = trainer(p, false, AdamW::default())?.rate(Rate::Constant(0.0));
+        let mut trainer = trainer.stop_on(&StopFlag::default());
+        trainer.restore(p, to)?;
+        let run = Run::steps(steps)
+            .evaluate_every(2)
+            .patience(2)
+            .checkpoints(to.clone())
+            .save_every(2)
+            .progress(false);
+        let outcome = trainer.run(p, run, &windows())?;
+        Ok((outcome.steps, trainer.best()))
+    });
+    let mut all = results.into_iter().map(|result| {
+        let (steps, best) = result.unwrap();
+        let best = best.unwrap();
+        (steps, best.step, best.later)
+    });
+    let first = all.next().unwrap();
+    assert!(
+        all.all(|other| other == first),
+        "all processes decide alike"
+    );
+    first
+}
+
+#[test]
+fn patience_and_best_checkpoint_survive_a_restart() {
+    let folder = tempfile::tempdir().unwrap();
+    let to = Checkpoints::new(folder.path()).keep(1).keep_best();
+    assert_eq!(without_progress(1, &to, 3), (3, 2, 1));
+    assert_eq!(to.steps().unwrap(), [2, 3]);
+    assert_eq!(without_progress(2, &to, 100), (4, 2, 2));
+    assert_eq!(to.steps().unwrap(), [2, 4]);
+    // It has ended already, and evaluates the same model once more.
+    assert_eq!(without_progress(4, &to, 100), (4, 2, 2));
+    assert_eq!(to.steps().unwrap(), [2, 4]);
+}
+
+#[test]
+fn best_models_are_given_to_the_caller() {
+    let results = Simulation::new(2, 4).run(|p| {
+        let trainer = trainer(p, false, AdamW::default())?.rate(Rate::Constant(0.02));
+        let given = Arc::new(Mutex::new(Vec::new()));
+        let sink = given.clone();
+        let mut trainer = trainer
+            .stop_on(&StopFlag::default())
+            .after_best(move |_, step, _| {
+                sink.lock().unwrap().push(step);
+                Ok(())
+            });
+        let evaluated = RefCell::new(Vec::new());
+        let run = Run::steps(7)
+            .evaluate_every(2)
+            .progress(false)
+            .on_evaluation(|report| evaluated.borrow_mut().push((report.step, report.loss())));
+        trainer.run(p, run, &windows())?;
+        let given = given.lock().unwrap().clone();
+        Ok((given, evaluated.into_inner(), trainer.best()))
+    });
+    for result in results {
+        let (given, evaluated, best) = result.unwrap();
+        let mut lowest = f64::INFINITY;
+        let mut expected = Vec::new();
+        for (step, loss) in evaluated {
+            if loss < lowest {
+                lowest = loss;
+                expected.push(step);
+            }
+        }
+        assert!(expected.len() > 1, "the model learns: {expected:?}");
+        assert_eq!(given, expected);
+        let best = best.unwrap();
+        assert_eq!((Some(&best.step), best.loss), (expected.last(), lowest));
+    }
 }
