@@ -72,7 +72,7 @@ fn main() -> ExitCode {
 
     let done = match Cli::parse().command {
         CliCommand::New(args) => new::new(&args),
-        CliCommand::Run(run) => run.run(top::find::process_of_only_job),
+        CliCommand::Run(run) => run.run(top::find::process_of_job),
         CliCommand::Top(args) => top::top(&args),
         CliCommand::Plan(args) => plan::plan(&args),
         CliCommand::Trace(args) => trace::trace(&args),

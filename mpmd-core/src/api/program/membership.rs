@@ -103,12 +103,16 @@ impl Membership {
     /// Registers callbacks at the rendezvous. One tells the runtime that a process or the
     /// rendezvous itself is lost. The other reports the activity of this process to observers.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
+        let place = self.places.get(runtime.me.index());
+        let own_host = place.map_or_else(String::new, |place| place.host.clone());
         let runtime = Arc::downgrade(runtime);
         let neighbours = self.neighbours.clone();
         let host = self.host();
         let observed = runtime.clone();
         self.rendezvous.on_look(move |_| {
-            let activity = observed.upgrade().map(|runtime| runtime.activity());
+            let activity = observed
+                .upgrade()
+                .map(|runtime| runtime.activity(&own_host));
             serde_json::to_vec(&activity.unwrap_or_default()).unwrap_or_default()
         });
 
