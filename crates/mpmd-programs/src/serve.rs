@@ -55,6 +55,8 @@ pub struct Serve {
 ///
 /// If the folder or the arguments are invalid, or the job could not be started.
 pub fn serve(args: &Serve) -> anyhow::Result<ExitCode> {
+    // Before the front listens, so that the first requests are logged, too.
+    Program::log_to_stderr();
     let description = args.model.is_none().then_some(ABOUT);
     let folder = match &args.model {
         Some(model) => Folder::open(model)?,

@@ -100,6 +100,8 @@ struct DividedStages {
 ///
 /// If the folder or the arguments are invalid, or the job could not be started.
 pub fn train_and_serve(args: &TrainAndServe) -> anyhow::Result<ExitCode> {
+    // Before the front listens, so that the first requests are logged, too.
+    Program::log_to_stderr();
     let folder = Folder::open(&args.model)?;
     folder.check_training()?;
     let parts = DividedStages::new(args, &folder)?;

@@ -22,3 +22,6 @@ pub use queue::{
 pub use request::{Finish, Logprobs, ReplyEvent, ReplyToken, TextRequest};
 pub use scheduler::{Decision, Scheduler, SchedulerCounts, SchedulerSizes};
 pub use serving::{Serving, ServingTurn, run};
+
+/// The `tracing` target of lines about requests and changes of the server's state.
+const LOG_TARGET: &str = "mpmd::serve";

@@ -169,7 +169,7 @@ fn steps_of_the_job() {
         }));
         let x = slow.call(p, x).unwrap();
         p.set_label(None);
-        x.wait().unwrap();
+        x.block_until_ready().unwrap();
         p.step_end().unwrap();
         goes_on = p
             .broadcast_value(mpmd_base::ProcessId(0), true, || Ok(!go.exists()))
