@@ -344,6 +344,7 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
             "--cache 1KiB",
             "--cache: expected at least 1.0 MiB, for one sequence of --max-len 1024",
         ),
+        ("--cache 1048576GiB", "--cache: expected at most "),
         (
             "--host 0.0.0.0",
             "--host 0.0.0.0: other hosts can connect, so give --api-key-file FILE",
