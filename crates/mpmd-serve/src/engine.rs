@@ -14,7 +14,7 @@ use mpmd_models::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::LOG_TARGET;
+use crate::log_target::LOG_TARGET;
 use crate::metrics::{EngineFigures, StageFigures};
 use crate::queue::{Awaited, Denied, EngineNews, PauseMode, ReplySender, RequestArrivals, Waker};
 use crate::request::{ReplyEvent, TextRequest, reason};

@@ -4,6 +4,7 @@
 
 mod engine;
 mod http;
+mod log_target;
 mod metrics;
 mod model;
 mod queue;
@@ -22,6 +23,3 @@ pub use queue::{
 pub use request::{Finish, Logprobs, ReplyEvent, ReplyToken, TextRequest};
 pub use scheduler::{Decision, Scheduler, SchedulerCounts, SchedulerSizes};
 pub use serving::{Serving, ServingTurn, run};
-
-/// The `tracing` target of lines about requests and changes of the server's state.
-const LOG_TARGET: &str = "mpmd::serve";

@@ -25,6 +25,8 @@ pub(super) struct DoctorFacts {
     /// The error of a TCP connection from this host to itself; `None` if it works.
     pub(super) loopback_error: Option<String>,
     pub(super) sharing: SharingFacts,
+    /// The limit on the address space of this process in bytes; `None` without limit.
+    pub(super) address_space: Option<u64>,
 }
 
 /// True if `device`, the text of a request for devices, names the kind `cuda`.
@@ -74,6 +76,7 @@ impl DoctorFacts {
             ucx: UcxFacts::examine(),
             loopback_error: reach_loopback().err().map(|error| error.to_string()),
             sharing: SharingFacts::look(),
+            address_space: getrlimit(Resource::As).current,
         }
     }
 }

@@ -27,7 +27,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{sleep, timeout};
 
-use crate::LOG_TARGET;
+use crate::log_target::LOG_TARGET;
 use crate::model::Model;
 use crate::queue::RequestQueue;
 use connection::{accept, reserve_descriptors};
@@ -116,7 +116,10 @@ impl Front {
         });
 
         let (log, log_writer) = match settings.request_log {
-            true => RequestLog::start().map(|(log, writer)| (log, Some(writer)))?,
+            true => {
+                let (log, writer) = RequestLog::start().map_err(FrontError::Start)?;
+                (log, Some(writer))
+            }
             false => (RequestLog::default(), None),
         };
         let connections = settings.max_connections;

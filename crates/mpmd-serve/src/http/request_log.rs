@@ -1,22 +1,22 @@
 //! The log of requests: a line for each, written when its reply has ended.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+use std::{fmt, io};
 
 use axum::http::{Method, StatusCode};
 use mpmd::launch::printable;
 use mpmd_base::block::{Instant, Mutex, now, since};
 use tokio::sync::mpsc;
 
-use super::LAST;
-use super::settings::FrontError;
-use crate::LOG_TARGET;
+use crate::log_target::LOG_TARGET;
 
 /// Largest number of lines that wait for the log's thread.
 const MOST_WAITING: usize = 4096;
+/// Time limit for the last lines to be written.
+const FINISH: Duration = Duration::from_secs(2);
 /// Largest number of characters of a path, and of a method, in a line.
 const LONGEST_PATH: usize = 200;
 const LONGEST_METHOD: usize = 20;
@@ -43,7 +43,7 @@ impl RequestLog {
     /// # Errors
     ///
     /// If the system gives no thread.
-    pub(super) fn start() -> Result<(Self, LogWriter), FrontError> {
+    pub(super) fn start() -> io::Result<(Self, LogWriter)> {
         let (lines, written) = mpsc::channel(MOST_WAITING);
         let log = Self {
             lines: Some(lines),
@@ -52,8 +52,7 @@ impl RequestLog {
         let missing = log.missing.clone();
         let writer = thread::Builder::new()
             .name("request-log".to_owned())
-            .spawn(move || write_lines(written, &missing));
-        let writer = writer.map_err(FrontError::Start)?;
+            .spawn(move || write_lines(written, &missing))?;
         Ok((log, LogWriter(writer)))
     }
 
@@ -83,11 +82,11 @@ impl RequestLog {
 }
 
 impl LogWriter {
-    /// Waits until all lines are written, for two seconds at most. All clones of the log must have
+    /// Waits until all lines are written, for [`FINISH`] at most. All clones of the log must have
     /// been dropped.
     pub(super) fn finish(self) {
         let start = now();
-        while !self.0.is_finished() && since(start) < LAST {
+        while !self.0.is_finished() && since(start) < FINISH {
             thread::sleep(Duration::from_millis(1));
         }
     }

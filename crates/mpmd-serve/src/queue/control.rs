@@ -7,7 +7,7 @@ use mpmd_models::{PublisherState, WeightVersions, version_number};
 use thiserror::Error;
 use tokio::sync::{oneshot, watch};
 
-use crate::LOG_TARGET;
+use crate::log_target::LOG_TARGET;
 
 use super::{
     QueueShared, QueueState, Refused, RequestArrival, RequestArrivals, RequestQueue, ServerPhase,

@@ -14,7 +14,7 @@ use mpmd_base::block::{Condvar, Instant, Mutex, now, since};
 use thiserror::Error;
 use tokio::sync::{mpsc, watch};
 
-use crate::LOG_TARGET;
+use crate::log_target::LOG_TARGET;
 use crate::metrics::{EngineFigures, ServerMetrics};
 use crate::request::{Finish, ReplyEvent, TextRequest};
 use answers::Answers;
