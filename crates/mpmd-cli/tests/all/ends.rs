@@ -143,6 +143,25 @@ fn silent_failure_is_said_before_the_others_end() {
 }
 
 #[test]
+#[ignore = "a process of the job of the next test"]
+fn program_that_only_joins() {
+    mpmd_core::Program::run(|_| Ok(())).unwrap();
+}
+
+#[test]
+fn late_process_is_named() {
+    let program = std::env::current_exe().unwrap();
+    let script = format!(
+        "[ $MPMD_RANK = 1 ] && sleep 14; exec {} --exact ends::program_that_only_joins --ignored",
+        program.display()
+    );
+    let (code, _, err) = Job::start(mpmd(&["-n", "2"], &script)).end();
+    let expected = "[0] mpmd: process 0 has waited 10 s for the job to begin: these processes \
+                    have not joined it, and have perhaps not started: 1\n";
+    assert_eq!((code, err.as_str()), (Some(0), expected));
+}
+
+#[test]
 fn host_without_loopback_is_said_at_once() {
     let begin = Instant::now();
     // A network of its own, whose loopback interface is down.
