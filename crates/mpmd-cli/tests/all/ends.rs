@@ -145,7 +145,7 @@ fn silent_failure_is_said_before_the_others_end() {
 #[test]
 #[ignore = "a process of the job of the next test"]
 fn program_that_only_joins() {
-    mpmd_core::Program::run(|_| Ok(())).unwrap();
+    mpmd_core::Program::run(|_| Ok::<(), mpmd_core::Error>(())).unwrap();
 }
 
 #[test]
