@@ -84,6 +84,7 @@ impl fmt::Display for DeviceActivity {
             operation,
             seconds,
             behind,
+            ..
         } = self;
         let Some(operation) = operation else {
             return write!(f, "{device} is idle");

@@ -359,7 +359,7 @@ impl TracedRun {
 
             let whole = took.iter().sum();
             let longest = took.iter().copied().fold(0.0, f64::max);
-            let [whole, median, longest] = [whole, median(&mut took), longest].map(seconds);
+            let [whole, median, longest] = [whole, median(&mut took), longest].map(seconds_text);
             let _ = writeln!(
                 text,
                 "  {whole:>9}  process {process}: {name}, {times} ({median} median, {longest} at \

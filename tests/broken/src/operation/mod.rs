@@ -11,7 +11,7 @@ use mpmd::topology::Mesh;
 
 /// Returns the mesh of each of two stages, with a device each.
 fn stages(p: &Program) -> Result<Vec<Mesh>> {
-    p.mesh(&[("stage", 2)])?.split("stage")
+    Ok(p.mesh(&[("stage", 2)])?.split("stage")?)
 }
 
 /// Computes a step: an array that grows by one on each stage. Returns it on the last stage.
