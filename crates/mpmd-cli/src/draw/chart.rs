@@ -191,7 +191,8 @@ impl LossChart {
         let _ = writeln!(
             svg,
             "<path class=\"axis\" d=\"M{LEFT} {bottom:.1}H{RIGHT}\"/>\n\
-             <text class=\"name\" x=\"{middle:.1}\" y=\"{:.1}\" text-anchor=\"middle\">step</text>\n\
+             <text class=\"name\" x=\"{middle:.1}\" y=\"{:.1}\" \
+             text-anchor=\"middle\">step</text>\n\
              <text class=\"name\" transform=\"translate(18 {half:.1}) rotate(-90)\" \
              text-anchor=\"middle\">loss</text>",
             bottom + 36.0

@@ -161,8 +161,9 @@ mod tests {
 
     #[test]
     fn resumed_training_replaces_the_steps_that_it_repeats() {
-        let text = "{\"step\":1,\"loss\":5}\n{\"step\":2,\"loss\":4}\n{\"step\":2,\"evaluation\":4}\n\
-                    {\"step\":3,\"loss\":3}\n{\"step\":4,\"loss\":9}\n{\"step\":4,\"evaluation\":9}\n\
+        let text = "{\"step\":1,\"loss\":5}\n{\"step\":2,\"loss\":4}\n\
+                    {\"step\":2,\"evaluation\":4}\n{\"step\":3,\"loss\":3}\n\
+                    {\"step\":4,\"loss\":9}\n{\"step\":4,\"evaluation\":9}\n\
                     {\"step\":3,\"loss\":2}\n{\"step\":3,\"evaluation\":2}\n";
         let history = LossHistory::parse("a", text);
         assert_eq!(points(&history.training), [(1, 5.0), (2, 4.0), (3, 2.0)]);

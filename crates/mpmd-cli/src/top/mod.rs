@@ -29,9 +29,9 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 /// Arguments of `mpmd top`.
 #[derive(Args, Debug)]
 pub(crate) struct TopArgs {
-    /// The job: the id of one of its processes or of its launcher on this machine, or the address of
-    /// its rendezvous as host:port, with the job's token in MPMD_JOB_TOKEN. By default the only job
-    /// of this user on this machine
+    /// The job: the id of one of its processes or of its launcher on this machine, or the address
+    /// of its rendezvous as host:port, with the job's token in MPMD_JOB_TOKEN. By default the only
+    /// job of this user on this machine
     #[arg(value_name = "PID|ADDRESS")]
     job: Option<String>,
     /// Time between two looks, at least 0.02
