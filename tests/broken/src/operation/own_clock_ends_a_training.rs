@@ -3,7 +3,7 @@
 //! kind: a process that decides by its own clock
 //! found by: run
 //! named: 0
-//! says: has ended its program
+//! says: process 0 has issued only
 
 use std::time::{Duration, Instant};
 
