@@ -8,12 +8,14 @@
 pub mod block;
 mod bytes;
 pub mod deadline;
+mod seconds;
 mod stop;
 pub mod variables;
 
 use std::fmt;
 
 pub use bytes::{ByteCountError, bytes_text, parse_bytes};
+pub use seconds::seconds_text;
 use serde::{Deserialize, Serialize};
 pub use stop::{StopRequest, StopRequests};
 

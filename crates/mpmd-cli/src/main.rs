@@ -5,6 +5,7 @@
 mod add;
 mod check;
 mod doctor;
+mod draw;
 mod files;
 mod new;
 mod plan;
@@ -39,6 +40,8 @@ enum CliCommand {
     Plan(plan::PlanArgs),
     /// Read the files of a traced run: the time of each operation, and the waits between processes
     Trace(trace::TraceArgs),
+    /// Draw the losses of trainings over their steps, from their files of metrics
+    Draw(draw::DrawArgs),
     /// Prove that a program is correct and add up its costs, before it runs
     Check(check::CheckArgs),
     /// Show a schedule: as torch's text, as a table, as data or for Perfetto
@@ -69,10 +72,11 @@ fn main() -> ExitCode {
 
     let done = match Cli::parse().command {
         CliCommand::New(args) => new::new(&args),
-        CliCommand::Run(run) => run.run(top::find::process_of_only_job),
+        CliCommand::Run(run) => run.run(top::find::process_of_job),
         CliCommand::Top(args) => top::top(&args),
         CliCommand::Plan(args) => plan::plan(&args),
         CliCommand::Trace(args) => trace::trace(&args),
+        CliCommand::Draw(args) => draw::draw(&args),
         CliCommand::Check(args) => check::check(&args),
         CliCommand::Schedule(args) => schedule::schedule(&args),
         CliCommand::Bench(args) => mpmd_bench::bench(&args),

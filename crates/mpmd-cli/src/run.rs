@@ -44,7 +44,7 @@ pub(crate) struct RunArgs {
         conflicts_with_all = ["processes", "spares", "restart", "chaos"]
     )]
     add: Option<u32>,
-    /// The id of a process of that job; without it, the only job of this user
+    /// The id of a process of that job or of its launcher; without it, the only job of this user
     #[arg(long, value_name = "PID", requires = "add")]
     job: Option<u32>,
     /// Number of spares: further processes, each of which takes the place of a process that dies.
@@ -94,11 +94,11 @@ impl RunArgs {
     /// process that failed first, 0 if none failed. It is 127 if the program does not exist, and
     /// 126 if it cannot be executed.
     ///
-    /// With `--add`, adds processes to a running job instead. Without `--job`, that is the job of
-    /// the process that `of_only_job` returns.
+    /// With `--add`, adds processes to a running job instead: that of the process which
+    /// `process_of_job` returns for the value of `--job`.
     pub(crate) fn run(
         self,
-        of_only_job: impl FnOnce() -> anyhow::Result<u32>,
+        process_of_job: impl FnOnce(Option<u32>) -> anyhow::Result<u32>,
     ) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
@@ -114,7 +114,7 @@ impl RunArgs {
         };
 
         if let Some(count) = self.add {
-            let job = self.job.map_or_else(of_only_job, Ok)?;
+            let job = process_of_job(self.job)?;
             return crate::add::add(count, job, &found, args);
         }
 

@@ -156,6 +156,16 @@ pub enum LaunchError {
         /// Number of processes that the test has started.
         processes: usize,
     },
+    /// This host cannot connect to itself. The environment is at fault.
+    #[error(
+        "this host does not reach itself at 127.0.0.1: {why}. The processes of a job meet there \
+         over TCP, whatever their transport: look at the loopback interface (`ip link set lo up`) \
+         and the firewall"
+    )]
+    NoLoopback {
+        /// The system's error message.
+        why: String,
+    },
     /// The rendezvous service could not be started.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),

@@ -22,6 +22,8 @@ pub(super) struct LastWords(Mutex<HeldErrors>);
 struct HeldErrors {
     since: Option<Instant>,
     errors: Vec<String>,
+    /// True once the process has printed an error.
+    has_error: bool,
     /// True if the job goes on without the process. The launcher then no longer holds back its
     /// errors.
     is_released: bool,
@@ -45,6 +47,7 @@ impl LastWords {
             match held.errors.last_mut() {
                 _ if begins_error(&text) && !held.is_released => {
                     held.since.get_or_insert(now);
+                    held.has_error = true;
                     held.errors.push(text.into_owned());
                 }
                 Some(error) => error.push_str(&text),
@@ -62,6 +65,11 @@ impl LastWords {
     pub(super) fn due(&self, now: Instant) -> Option<Duration> {
         let since = self.0.lock().since?;
         Some(HOLD.saturating_sub(now.saturating_duration_since(since)))
+    }
+
+    /// True once the process has printed an error, shown or not.
+    pub(super) fn has_error(&self) -> bool {
+        self.0.lock().has_error
     }
 
     /// Removes and returns the held errors.

@@ -30,6 +30,7 @@ mod job_failure;
 mod job_stop;
 mod last_words;
 mod log;
+mod loopback;
 mod output;
 mod process_end;
 mod replacement;
@@ -49,6 +50,8 @@ pub use job_failure::{ExitKind, JobFailure};
 pub use log::log_to_stderr;
 #[doc(hidden)]
 pub use log::{NO_READER, end_with_stdout};
+#[doc(hidden)]
+pub use loopback::reach_loopback;
 pub use mpmd_base::variables;
 pub use output::printable;
 #[doc(hidden)]

@@ -13,15 +13,15 @@ use tracing_subscriber::fmt::format::{Writer, debug_fn};
 
 use crate::output::printable;
 
-/// The log filter if `RUST_LOG` is not set: warnings and errors, except the warnings that the
-/// runtime prints itself.
-const WARNINGS: &str = "warn,mpmd::warning=off,mpmd::hang=off";
+/// The log filter if `RUST_LOG` is not set: the requests and states of a server, and warnings and
+/// errors, except the warnings that the runtime prints itself.
+const FILTER: &str = "warn,mpmd::serve=info,mpmd::warning=off,mpmd::hang=off";
 
 /// Makes `tracing` events appear on standard error, with control characters escaped. `RUST_LOG`
-/// filters them; by default only warnings and errors are written. Does nothing if the process
-/// already has a subscriber.
+/// filters them. By default warnings, errors, and a server's lines about its requests and state are
+/// written. Does nothing if the process already has a subscriber.
 pub fn log_to_stderr() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(WARNINGS));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(FILTER));
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(stderr);

@@ -13,7 +13,7 @@ use rustix::process::{
     setrlimit, test_kill_process,
 };
 
-use super::{JobEnv, LaunchError, variables};
+use super::{JobEnv, LaunchError, reach_loopback, variables};
 
 /// A job whose processes all run on this machine. [`run`](Self::run) starts them and waits until
 /// they have ended.
@@ -281,6 +281,10 @@ impl Launch {
         let token =
             Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
 
+        // Otherwise each process would try to connect until the peer timeout.
+        reach_loopback().map_err(|error| LaunchError::NoLoopback {
+            why: error.to_string(),
+        })?;
         let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let peer_timeout = self
             .read_settings()?

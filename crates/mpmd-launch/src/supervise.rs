@@ -456,10 +456,26 @@ where
         self.shown.is_empty() && self.show_at.is_some_and(|at| at <= Instant::now())
     }
 
+    /// Shows the errors that processes have printed. If none has printed one, says which process
+    /// has failed and that the others are still awaited.
     fn show_held_errors(&mut self) {
         self.show_at = Some(after(Instant::now(), Duration::MAX));
         self.shown = self.job.take_words();
         self.launch.show(&last_words::merged(&self.shown));
+
+        let mut running = self.job.running.iter();
+        let is_silent = !running.any(|running| running.words.has_error());
+        if let (EndingPhase::Grace(until), Some(FirstFailure { place, how, .. })) =
+            (self.ending, self.first)
+            && is_silent
+        {
+            let left = until
+                .saturating_duration_since(Instant::now())
+                .as_secs_f64();
+            say(format!(
+                "process {place} has failed: {how}. The others have up to {left:.0} s to end"
+            ));
+        }
     }
 
     fn handle(&mut self, event: JobEvent) {

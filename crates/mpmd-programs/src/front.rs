@@ -64,6 +64,9 @@ pub(crate) struct FrontArgs {
     /// Largest body of a request
     #[arg(long, value_name = "BYTES", default_value = "2MiB", value_parser = parse_bytes)]
     pub max_body: u64,
+    /// Do not log a line for each request
+    #[arg(long)]
+    pub no_request_log: bool,
 }
 
 impl FrontArgs {
@@ -86,6 +89,7 @@ impl FrontArgs {
             max_tokens: self.max_tokens,
             max_connections: self.max_connections,
             max_body: self.max_body,
+            request_log: !self.no_request_log,
         }
     }
 }

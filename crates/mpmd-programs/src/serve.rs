@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 use clap::{Args as _, Command};
 use mpmd::candle::nn::BLOCK;
 use mpmd::job::{Elastic, JobArgs, JobPart, at_least, say};
@@ -13,7 +13,7 @@ use mpmd::topology::Mesh;
 use mpmd::train::stop::leave_signals_to_process_0;
 use mpmd::weights::Subscribing;
 use mpmd::{DeviceId, Error, ProcessId, Program};
-use mpmd_base::{bytes_text, parse_bytes};
+use mpmd_base::{bytes_text, parse_bytes, variables};
 use mpmd_models::{Folder, HeldBytes, Inference, MOST_TOKENS, Room, Stages};
 use mpmd_serve::{Engine, Front, FrontSettings, Model, SchedulerSizes, queue};
 
@@ -60,6 +60,8 @@ pub struct Serve {
 ///
 /// If the folder or the arguments are invalid, or the job could not be started.
 pub fn serve(args: &Serve) -> anyhow::Result<ExitCode> {
+    // Before the front listens, so that the first requests are logged, too.
+    Program::log_to_stderr();
     let description = args.model.is_none().then_some(ABOUT);
     let folder = match &args.model {
         Some(model) => model::open(model, args.adapter.as_deref())?,
@@ -131,14 +133,31 @@ impl ServeArgs {
     }
 
     /// Returns the sizes of the scheduler for a model. `block` is the number of bytes that a cache
-    /// block takes on a device.
-    fn sizes(&self, folder: &Folder, stages: usize, block: u64) -> anyhow::Result<SchedulerSizes> {
+    /// block takes on a device. `memory` is the limit on the cache of a device in bytes, if it is
+    /// known.
+    fn sizes(
+        &self,
+        folder: &Folder,
+        stages: usize,
+        block: u64,
+        memory: Option<u64>,
+    ) -> anyhow::Result<SchedulerSizes> {
         let most = folder.config().positions();
         let positions = self.max_len.unwrap_or(most.min(POSITIONS));
         ensure!(
             positions <= most,
             "--max-len: expected at most {most}, the positions of the model, found {positions}"
         );
+
+        if let (Some(cache), Some(memory)) = (self.cache, memory)
+            && cache > memory
+        {
+            bail!(
+                "--cache: expected at most {}, the memory of this machine, found {}",
+                bytes_text(memory),
+                bytes_text(cache)
+            );
+        }
 
         let one = positions.div_ceil(BLOCK);
         let least = one as u64 * block;
@@ -169,7 +188,13 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
         job,
         ..
     } = args;
-    let server = JobServer::new(folder, options, cut, settings)?;
+    // The caches of other devices are not in the memory of this machine.
+    let is_here = match &job.device {
+        Some(kinds) => kinds.is_cpu(),
+        None => std::env::var_os(variables::DEVICE).is_none(),
+    };
+    let memory = is_here.then(host_memory).flatten();
+    let server = JobServer::new(folder, options, cut, settings, memory)?;
     let devices = server.devices()?;
     ensure!(
         !options.front
@@ -242,11 +267,12 @@ impl<'a> JobServer<'a> {
         options: &'a ServeArgs,
         cut: &DivisionArgs,
         settings: &'a FrontSettings,
+        memory: Option<u64>,
     ) -> anyhow::Result<Self> {
         let stages = cut.stages();
         // The cut depends on the room for keys and values, and the size of a block on the cut.
         let undivided = cut.divide(Stages::new(folder, stages, 1)?, HeldBytes::default())?;
-        let sizes = options.sizes(folder, stages, undivided.block_bytes())?;
+        let sizes = options.sizes(folder, stages, undivided.block_bytes(), memory)?;
         let mut held = HeldBytes::inference(folder, room(&sizes), options.dtype.is_half());
         if options.changes_weights(settings) {
             // Two versions at a time.
@@ -372,6 +398,16 @@ impl<'a> JobServer<'a> {
         }
         Ok(inference)
     }
+}
+
+/// Returns the memory of this machine in bytes. `None` if the system does not tell it.
+fn host_memory() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let total = info
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: u64 = total.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
 }
 
 /// Returns the capacity of the caches for these sizes.

@@ -9,8 +9,18 @@ use serde::{Deserialize, Serialize};
 pub struct Activity {
     /// The process id in the operating system.
     pub pid: u32,
+    /// The name of the process's host.
+    #[serde(default)]
+    pub host: String,
     /// Number of steps that the program has ended.
     pub steps: u64,
+    /// Seconds between the ends of the last two steps. `None` before the second end.
+    #[serde(default)]
+    pub step_seconds: Option<f64>,
+    /// Number of times that the process has looked at its devices: see
+    /// [`busy_samples`](DeviceActivity::busy_samples).
+    #[serde(default)]
+    pub samples: u64,
     /// Number of operations that the program has issued.
     pub issued: u64,
     /// Number of operations in which this process takes part and that have not ended.
@@ -44,6 +54,12 @@ pub struct DeviceActivity {
     pub seconds: Option<f32>,
     /// Number of later operations that are queued on the device.
     pub behind: usize,
+    /// Number of the process's [`samples`](Activity::samples) in which the device had an operation.
+    #[serde(default)]
+    pub busy_samples: u64,
+    /// The stages of pipelines whose operations the device has had, ascending.
+    #[serde(default)]
+    pub stages: Vec<u32>,
 }
 
 /// The memory of a process, in bytes.
@@ -68,6 +84,7 @@ impl fmt::Display for DeviceActivity {
             operation,
             seconds,
             behind,
+            ..
         } = self;
         let Some(operation) = operation else {
             return write!(f, "{device} is idle");

@@ -328,10 +328,13 @@ impl Rendezvous {
         }
     }
 
-    /// Sets a function to call while [`join_epoch`](Self::join_epoch) waits for processes that are
-    /// alive but still run their own code in the previous epoch. The server has it called on one of
-    /// the waiting processes, once in each peer timeout. Its arguments are the epoch, these
-    /// processes, and the time waited so far.
+    /// Sets a function to call while [`join`](Self::join) or [`join_epoch`](Self::join_epoch) waits
+    /// for others. The server calls it on one of the waiting processes. Its arguments are the
+    /// epoch, the awaited processes, and the time waited so far.
+    ///
+    /// In the first epoch these are the processes that have not joined within ten seconds after
+    /// the first one, and the call comes once. In a later epoch they are alive but still run their
+    /// own code in the previous epoch, and the call comes once in each peer timeout.
     ///
     /// `tell` runs on the thread that also answers the server's pings, so it must not block.
     pub fn on_busy(&self, tell: impl Fn(u64, &[ProcessId], Duration) + Send + Sync + 'static) {

@@ -146,12 +146,14 @@ pub(super) enum ServerReply {
     Dropped {
         why: String,
     },
-    /// The epoch that this client has joined cannot begin. These processes are alive, but are still
-    /// running their own code in the previous epoch.
+    /// The epoch that this client has joined cannot begin. In the first epoch, these processes have
+    /// not joined yet. In a later one they are alive, but are still running their own code in the
+    /// previous epoch.
     Busy {
         epoch: u64,
         processes: Vec<ProcessId>,
-        /// Time since the server began to wait for the epoch's processes.
+        /// Time since the server began to wait for the epoch's processes, or in the first epoch
+        /// since the first of them has joined.
         waited: Duration,
     },
     /// Asks the process of this client for its status. The answer repeats the number `look`.

@@ -14,6 +14,7 @@ use mpmd_models::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::log_target::LOG_TARGET;
 use crate::metrics::{EngineFigures, StageFigures};
 use crate::queue::{Awaited, Denied, EngineNews, PauseMode, ReplySender, RequestArrivals, Waker};
 use crate::request::{ReplyEvent, TextRequest, reason};
@@ -320,6 +321,11 @@ impl Engine {
             self.weights.versions += 1;
             self.set_room(versions, false);
             self.tell_weights();
+            let version = version_number(state.newest);
+            tracing::info!(
+                target: LOG_TARGET,
+                "version {version} of the weights computes new requests"
+            );
         }
 
         let is_late = since(self.weights.begun) >= self.weights.grace;
@@ -446,6 +452,14 @@ impl Engine {
         self.scheduler.restart();
         self.recoveries = epoch.saturating_sub(1);
         self.forget();
+        if epoch > 1 {
+            let open = self.clients.len();
+            tracing::info!(
+                target: LOG_TARGET,
+                "epoch {epoch} of the job begins after the loss of a process: {open} open requests \
+                 are computed again"
+            );
+        }
         self.arrivals.open();
     }
 

@@ -4,6 +4,7 @@
 
 mod engine;
 mod http;
+mod log_target;
 mod metrics;
 mod model;
 mod queue;

@@ -100,6 +100,11 @@ fn devices(text: &str) -> Result<DeviceKindList, LaunchError> {
 }
 
 impl DeviceKindList {
+    /// True if all devices are CPU devices, whose memory is that of their host.
+    pub fn is_cpu(&self) -> bool {
+        self.0.iter().all(|kind| *kind == DeviceKind::Cpu)
+    }
+
     /// Returns the kind of each of `processes` processes. Returns a longer list whole.
     fn of(&self, processes: usize) -> Vec<DeviceKind> {
         let mut kinds = self.0.clone();

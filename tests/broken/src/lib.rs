@@ -2,6 +2,7 @@
 
 mod first;
 mod joining;
+mod operation;
 mod recovery;
 mod server;
 mod training;
@@ -70,6 +71,11 @@ programs! {
     Once first::used_after_donation,
     Once joining::rows_of_the_start,
     Once joining::shape_by_processes,
+    Once operation::environment_of_one_process,
+    Once operation::evaluation_on_one_process,
+    Once operation::own_clock_ends_a_training,
+    Once operation::progress_ends_a_step,
+    Once operation::shards_without_a_question,
     Recovering recovery::parts_restored_apart,
     Recovering recovery::two_states_at_a_step,
     Once server::alone_after_a_value,

@@ -1,21 +1,15 @@
 //! Gathers the facts about this machine. `findings` judges them.
 
-use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::time::Duration;
-use std::{fs, io};
+use std::fs;
 
 use mpmd_core::transports;
-use mpmd_launch::{cuda_collectives, device_kinds, variables};
+use mpmd_launch::{cuda_collectives, device_kinds, reach_loopback, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 use mpmd_transport::{TransportError, shm};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
 use super::cuda::CudaFacts;
-
-/// The time limit for a TCP connection from this host to itself, and for reading one byte from it.
-const LOOPBACK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// All facts that `findings` judges.
 #[derive(Clone, Debug, Serialize)]
@@ -31,6 +25,8 @@ pub(super) struct DoctorFacts {
     /// The error of a TCP connection from this host to itself; `None` if it works.
     pub(super) loopback_error: Option<String>,
     pub(super) sharing: SharingFacts,
+    /// The limit on the address space of this process in bytes; `None` without limit.
+    pub(super) address_space: Option<u64>,
 }
 
 /// True if `device`, the text of a request for devices, names the kind `cuda`.
@@ -78,8 +74,9 @@ impl DoctorFacts {
             device,
             wants_nccl: wants_nccl(std::env::var(variables::CUDA_COLLECTIVES).ok().as_deref()),
             ucx: UcxFacts::examine(),
-            loopback_error: loopback().err().map(|error| error.to_string()),
+            loopback_error: reach_loopback().err().map(|error| error.to_string()),
             sharing: SharingFacts::look(),
+            address_space: getrlimit(Resource::As).current,
         }
     }
 }
@@ -124,19 +121,6 @@ impl SharingFacts {
     }
 }
 
-/// Sends a byte over TCP from this host to itself, and receives it. Each wait is limited to
-/// `LOOPBACK_PATIENCE`.
-fn loopback() -> io::Result<()> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-    let mut there = TcpStream::connect_timeout(&listener.local_addr()?, LOOPBACK_PATIENCE)?;
-    // The connection is established, so `accept` does not block.
-    let (mut here, _) = listener.accept()?;
-
-    here.set_read_timeout(Some(LOOPBACK_PATIENCE))?;
-    there.write_all(&[1])?;
-    here.read_exact(&mut [0])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -148,10 +132,5 @@ mod tests {
         assert_eq!(SharingFacts::chosen("never\n"), None);
         // Memory can be shared on every machine that runs the tests.
         assert_eq!(SharingFacts::look().error, None);
-    }
-
-    #[test]
-    fn this_machine_reaches_itself() {
-        loopback().expect("a host reaches itself");
     }
 }

@@ -1,5 +1,6 @@
 //! Judges the facts. Does no I/O.
 
+use mpmd_base::bytes_text;
 use mpmd_core::transports;
 
 use super::facts::{DoctorFacts, SharingFacts, UcxFacts, wants_cuda};
@@ -13,6 +14,7 @@ const FEWEST_FILES: u64 = 4096;
 pub(super) fn judge(facts: &DoctorFacts) -> Vec<DoctorFinding> {
     let mut findings = vec![transport(facts)];
     findings.extend(sharing(facts));
+    findings.extend(facts.address_space.map(address_space_finding));
     findings.push(ucx(facts));
     findings.extend(super::cuda::judge(
         &facts.cuda,
@@ -142,6 +144,15 @@ fn open_files_finding(limit: Option<u64>) -> DoctorFinding {
     }
 }
 
+/// Judges a limit on the address space of a process.
+fn address_space_finding(limit: u64) -> DoctorFinding {
+    let advice = "a process that needs more ends with `memory allocation of … bytes failed`, and \
+                  shared memory counts in every process that has it: `ulimit -v unlimited`, and \
+                  limit the memory of devices instead (`Builder::device_memory`)";
+    let value = format!("at most {} (ulimit -v)", bytes_text(limit));
+    finding("address space", value, Verdict::Note, advice)
+}
+
 fn ucx(facts: &DoctorFacts) -> DoctorFinding {
     let (value, advice) = match &facts.ucx {
         UcxFacts::Usable { version, library } => {
@@ -183,6 +194,7 @@ mod tests {
                 huge_pages: Some("advise".into()),
                 open_files: Some(1 << 20),
             },
+            address_space: None,
         }
     }
 
@@ -265,6 +277,16 @@ mod tests {
                 &["refused", "127.0.0.1"],
             );
         }
+    }
+
+    #[test]
+    fn limit_on_the_address_space_is_a_note() {
+        let facts = DoctorFacts {
+            address_space: Some(4 << 30),
+            ..well()
+        };
+        let texts = ["at most 4.0 GiB (ulimit -v)", "memory allocation"];
+        check(&facts, "address space", Verdict::Note, &texts);
     }
 
     #[test]

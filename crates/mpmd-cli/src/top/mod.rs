@@ -29,9 +29,9 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 /// Arguments of `mpmd top`.
 #[derive(Args, Debug)]
 pub(crate) struct TopArgs {
-    /// The job: the id of one of its processes on this machine, or the address of its rendezvous as
-    /// host:port, with the job's token in MPMD_JOB_TOKEN. By default the only job of this user on
-    /// this machine
+    /// The job: the id of one of its processes or of its launcher on this machine, or the address
+    /// of its rendezvous as host:port, with the job's token in MPMD_JOB_TOKEN. By default the only
+    /// job of this user on this machine
     #[arg(value_name = "PID|ADDRESS")]
     job: Option<String>,
     /// Time between two looks, at least 0.02
@@ -62,6 +62,12 @@ struct SeenProcess {
     /// The reason why the activity of the process is unknown. `None` if it is known.
     unknown: Option<String>,
     activity: Option<Activity>,
+    /// Mean time of the steps that have ended since the previous look, in seconds. The time of the
+    /// last step if none has ended.
+    step_seconds: Option<f64>,
+    /// The share of time (0 to 1) since the previous look in which the devices of the process had
+    /// operations, as a mean over them.
+    busy_share: Option<f64>,
     /// Bytes that the process has sent per second since the previous look.
     sent_per_second: Option<f64>,
     /// Bytes that others have sent to the process per second since the previous look.
@@ -143,9 +149,22 @@ fn look(observer: &JobObserver, address: &str) -> Result<JobLook> {
 }
 
 impl JobLook {
-    /// Adds the rates since the look `before`, which was taken `passed` ago.
+    /// Adds the figures of the time since the look `before`, which was taken `passed` ago.
     fn compare(&mut self, before: &JobLook, passed: Duration) {
         self.seconds = passed.as_secs_f64();
+        for seen in &mut self.processes {
+            let process = seen.process;
+            let mut earlier = before.processes.iter();
+            let earlier = earlier.find(|earlier| earlier.process == process);
+            if let Some(now) = &seen.activity {
+                // Counts begin anew in each epoch of a job.
+                let earlier = earlier
+                    .and_then(|earlier| earlier.activity.as_ref())
+                    .filter(|earlier| earlier.pid == now.pid && earlier.samples <= now.samples);
+                seen.step_seconds = step_seconds(now, earlier, self.seconds);
+                seen.busy_share = busy_share(now, earlier);
+            }
+        }
 
         // By process: the bytes sent to each process since the earlier look.
         let grown = |now: &SeenProcess| {
@@ -176,8 +195,33 @@ impl JobLook {
     }
 }
 
+/// Returns the mean time of the steps that ended in the `passed` seconds since `earlier`, or the
+/// time of the last step.
+fn step_seconds(now: &Activity, earlier: Option<&Activity>, passed: f64) -> Option<f64> {
+    let ended = earlier.map_or(0, |earlier| now.steps.saturating_sub(earlier.steps));
+    match ended {
+        0 | 1 => now.step_seconds,
+        steps => Some(passed / steps as f64),
+    }
+}
+
+/// Returns the mean share of the samples since `earlier` in which a device had an operation. `None`
+/// without samples or devices.
+fn busy_share(now: &Activity, earlier: Option<&Activity>) -> Option<f64> {
+    let busy = |activity: &Activity| -> u64 {
+        let devices = activity.devices.iter();
+        devices.map(|device| device.busy_samples).sum()
+    };
+    let samples = now.samples - earlier.map_or(0, |earlier| earlier.samples);
+    let possible = samples * now.devices.len() as u64;
+    let busy = busy(now).saturating_sub(earlier.map_or(0, busy));
+    (possible > 0).then(|| busy as f64 / possible as f64)
+}
+
 #[cfg(test)]
 mod tests {
+    use mpmd_record::activity::DeviceActivity;
+
     use super::*;
 
     fn seen(process: u32, sent: Option<[u64; 3]>) -> SeenProcess {
@@ -223,5 +267,44 @@ mod tests {
                 (None, None)
             ]
         );
+    }
+
+    #[test]
+    fn step_time_and_busy_share_are_those_since_the_look_before() {
+        let activity = |steps, samples, busy: [u64; 2]| Activity {
+            steps,
+            step_seconds: Some(0.75),
+            samples,
+            devices: busy
+                .map(|busy_samples| DeviceActivity {
+                    busy_samples,
+                    ..DeviceActivity::default()
+                })
+                .into(),
+            ..Activity::default()
+        };
+        let look = |activity| JobLook {
+            processes: vec![SeenProcess {
+                activity: Some(activity),
+                ..SeenProcess::default()
+            }],
+            ..JobLook::default()
+        };
+        let figures = |before, now| {
+            let mut now = look(now);
+            now.compare(&look(before), Duration::from_secs(2));
+            (now.processes[0].step_seconds, now.processes[0].busy_share)
+        };
+
+        let before = || activity(10, 100, [50, 50]);
+        let many = figures(before(), activity(14, 140, [90, 60]));
+        assert_eq!(many, (Some(0.5), Some(0.625)));
+        // Within one step, its length is not known from the looks.
+        let one = figures(before(), activity(11, 140, [50, 50]));
+        assert_eq!(one, (Some(0.75), Some(0.0)));
+        assert_eq!(figures(before(), before()), (Some(0.75), None));
+        // The counts of another epoch are no earlier ones of this one.
+        let anew = figures(before(), activity(2, 40, [40, 0]));
+        assert_eq!(anew, (Some(0.75), Some(0.5)));
     }
 }

@@ -4,18 +4,20 @@ use std::fmt::Write as _;
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
-use mpmd_base::bytes_text;
+use mpmd_base::{bytes_text, seconds_text};
 use mpmd_record::activity::Activity;
 
 use super::{JobLook, SeenProcess};
 
-/// Returns a table with a row of numbers for each process. Below each row stand the activity of the
-/// process's program and devices, and its waits.
+/// Returns a table with a row of numbers for each process. Below the table stand, for each process,
+/// its host and stages, the activity of its program and devices, and its waits.
 pub(super) fn text(look: &JobLook) -> String {
     let head = [
         "process",
         "pid",
         "step",
+        "step time",
+        "busy",
         "issued",
         "in flight",
         "memory",
@@ -37,14 +39,41 @@ pub(super) fn text(look: &JobLook) -> String {
 
     let mut text = format!("job at {}\n{}\n", look.job, table.trim_fmt());
     for seen in &look.processes {
-        let _ = write!(text, "\nprocess {}: ", seen.process);
+        let _ = write!(text, "\nprocess {}", seen.process);
         match (&seen.activity, &seen.unknown) {
-            (Some(activity), _) => doing(&mut text, activity),
-            (None, why) => text.push_str(why.as_deref().unwrap_or("unknown")),
+            (Some(activity), _) => {
+                text.push_str(&place(activity));
+                doing(&mut text, activity);
+            }
+            (None, why) => {
+                let _ = write!(text, ": {}", why.as_deref().unwrap_or("unknown"));
+            }
         }
     }
     text.push('\n');
     text
+}
+
+/// Returns the host and the stages of a process, as they follow its number.
+fn place(activity: &Activity) -> String {
+    let mut stages: Vec<u32> = activity
+        .devices
+        .iter()
+        .flat_map(|device| device.stages.iter().copied())
+        .collect();
+    stages.sort_unstable();
+    stages.dedup();
+
+    let host = match activity.host.as_str() {
+        "" => String::new(),
+        host => format!(" on {host}"),
+    };
+    let names: Vec<String> = stages.iter().map(u32::to_string).collect();
+    match names.len() {
+        0 => format!("{host}: "),
+        1 => format!("{host}, stage {}: ", names[0]),
+        _ => format!("{host}, stages {}: ", names.join(", ")),
+    }
 }
 
 fn row(seen: &SeenProcess) -> Vec<String> {
@@ -68,6 +97,10 @@ fn row(seen: &SeenProcess) -> Vec<String> {
         process,
         activity.pid.to_string(),
         activity.steps.to_string(),
+        seen.step_seconds
+            .map_or_else(|| "-".to_owned(), seconds_text),
+        seen.busy_share
+            .map_or_else(|| "-".to_owned(), |share| format!("{:.0} %", 100.0 * share)),
         activity.issued.to_string(),
         format!(
             "{} ({})",
@@ -146,9 +179,12 @@ mod tests {
             operation: operation.map(str::to_owned),
             seconds: operation.map(|_| 1.25),
             behind: 2,
+            stages: vec![3 - number],
+            ..DeviceActivity::default()
         };
         let activity = Activity {
             pid: 77,
+            host: "node1".into(),
             steps: 3,
             issued: 1200,
             in_flight: 4,
@@ -169,6 +205,8 @@ mod tests {
         };
         let known = SeenProcess {
             activity: Some(activity),
+            step_seconds: Some(0.25),
+            busy_share: Some(0.756),
             sent_per_second: Some(3.0 * 1024.0),
             ..SeenProcess::default()
         };
@@ -188,12 +226,13 @@ mod tests {
         assert_eq!(lines[0], "job at 127.0.0.1:7");
         assert_eq!(
             words(2),
-            "0 77 3 1200 4 (2.0 KiB) 2.0 KiB of 4.0 KiB 0 B 3.0 KiB/s -"
+            "0 77 3 250.00 ms 76 % 1200 4 (2.0 KiB) 2.0 KiB of 4.0 KiB 0 B 3.0 KiB/s -"
         );
         assert_eq!(words(3), "1");
         let rest = [
             "",
-            "process 0: its program waits in a read of an array at src/main.rs:7:9",
+            "process 0 on node1, stages 2, 3: its program waits in a read of an array at \
+             src/main.rs:7:9",
             "  device 0 is at operation 9 (jit f) at a.rs:5:1, for 1.2 s (2 more issued to it)",
             "  device 1 is idle",
             "  process 0 waits in operation 8",

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
+use mpmd_base::seconds_text;
 use mpmd_record::trace::{NoPlan, ProcessTrace, TracedRun};
 
 use crate::trace_events::trace_events;
@@ -53,8 +54,8 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     match run.plan() {
         Ok(plan) => {
             said += &format!(
-                "by its schedule alone a step would take {:.6} s\n",
-                plan.end
+                "by its schedule alone a step would take {}\n",
+                seconds_text(plan.end)
             )
         }
         Err(NoPlan::NoSchedule) => {}

@@ -1,6 +1,8 @@
 //! `mpmd run`: jobs that end over a signal to the launcher, or over its output, beside a failure.
 
 use std::fs::File;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
@@ -124,6 +126,62 @@ fn failure_before_ctrl_c_stays_the_cause() {
     let (code, _, err) = job.end();
     let expected = format!("mpmd: process 1 failed first: {KILLED}\n");
     assert_eq!((code, err), (Some(137), expected));
+}
+
+#[test]
+fn silent_failure_is_said_before_the_others_end() {
+    let script = format!("[ $MPMD_RANK = 1 ] && kill -9 $$; {ENDLESS}");
+    let mut job = Job::start(mpmd(&["-n", "2", "--grace", "3"], &script));
+    let said = job.error_line();
+    let expected =
+        format!("mpmd: process 1 has failed: {KILLED}. The others have up to 1 s to end");
+    assert_eq!(said, expected);
+    let (code, _, err) = job.end();
+    let expected = format!("mpmd: process 1 failed first: {KILLED}\n");
+    assert_eq!(code, Some(137));
+    assert!(err.ends_with(&expected), "{err}");
+}
+
+#[test]
+#[ignore = "a process of the job of the next test"]
+fn program_that_only_joins() {
+    mpmd_core::Program::run(|_| Ok::<(), mpmd_core::Error>(())).unwrap();
+}
+
+#[test]
+fn late_process_is_named() {
+    let program = std::env::current_exe().unwrap();
+    let script = format!(
+        "[ $MPMD_RANK = 1 ] && sleep 14; exec {} --exact ends::program_that_only_joins --ignored",
+        program.display()
+    );
+    let (code, _, err) = Job::start(mpmd(&["-n", "2"], &script)).end();
+    let expected = "[0] mpmd: process 0 has waited 10 s for the job to begin: these processes \
+                    have not joined it, and have perhaps not started: 1\n";
+    assert_eq!((code, err.as_str()), (Some(0), expected));
+}
+
+#[test]
+fn host_without_loopback_is_said_at_once() {
+    let begin = Instant::now();
+    // A network of its own, whose loopback interface is down.
+    let mut command = Command::new("unshare");
+    command
+        .args(["-rn", env!("CARGO_BIN_EXE_mpmd"), "run", "-n", "2", "true"])
+        .stdin(Stdio::null());
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    // Not every system lets its users do this.
+    if said.contains("unshare: ") {
+        return;
+    }
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("this host does not reach itself at 127.0.0.1: ")
+            && said.contains("look at the loopback interface"),
+        "{said}"
+    );
+    assert!(begin.elapsed() < Duration::from_secs(20), "{said}");
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod bench;
 mod check_schedule;
 mod common;
 mod doctor;
+mod draw;
 mod ends;
 mod new;
 mod plan;

@@ -7,6 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use mpmd_core::prelude::*;
+use mpmd_core::{Label, Role};
 use mpmd_record::activity::Activity;
 use mpmd_rendezvous::{JobMember, JoinConfig, Rendezvous, RendezvousServer, ServerConfig, Token};
 use rustix::process::{Pid, Signal, kill_process};
@@ -139,6 +140,91 @@ fn program_of_the_job() {
     program.finish().unwrap();
 }
 
+/// Computes steps of 20 ms on process 0 until the file [`GO`] exists. Process 1 only takes part in
+/// their ends.
+#[test]
+#[ignore = "a process of the jobs of these tests"]
+fn steps_of_the_job() {
+    let go = PathBuf::from(std::env::var_os(GO).expect("started by a test"));
+    let mut program = Program::from_env().unwrap();
+    let p = &mut program;
+    println!("\nthis is process {}: {}", p.process(), std::process::id());
+    let stages = p.mesh(&[("stage", 2)]).unwrap().split("stage").unwrap();
+    let slow = elementwise(|x: f32| {
+        std::thread::sleep(Duration::from_millis(20));
+        x + 1.0
+    });
+    let slow = p.jit(slow).on(&stages[0]);
+    let slow = slow.outputs(stages[0].replicated()).build().unwrap();
+
+    let begin = Instant::now();
+    let mut goes_on = true;
+    while goes_on && begin.elapsed() < LONG {
+        let x = MpmdArray::scalar(1.0f32);
+        let x = p.device_put(&x, stages[0].replicated()).unwrap();
+        p.set_label(Some(Label {
+            stage: 0,
+            microbatch: None,
+            role: Role::Forward,
+        }));
+        let x = slow.call(p, x).unwrap();
+        p.set_label(None);
+        x.block_until_ready().unwrap();
+        p.step_end().unwrap();
+        goes_on = p
+            .broadcast_value(mpmd_base::ProcessId(0), true, || Ok(!go.exists()))
+            .unwrap();
+    }
+    program.finish().unwrap();
+}
+
+#[test]
+fn step_times_busy_shares_hosts_and_stages_are_shown() {
+    let job = Job::of("top::steps_of_the_job", "steps", &[]);
+    // By the id of the launcher, which is no process of the job.
+    let launcher = job.launcher.id().to_string();
+    let begin = Instant::now();
+    let look = loop {
+        let told = top(&[&launcher, "--once", "--json", "--interval", "1"]);
+        let look: Value = serde_json::from_str(&told.stdout).unwrap_or_default();
+        if look["processes"][0]["busy_share"].as_f64() > Some(0.2) {
+            break look;
+        }
+        assert!(begin.elapsed() < LONG, "{told:?}");
+    };
+
+    let of = |process: usize, name: &str| look["processes"][process][name].as_f64();
+    let step = of(0, "step_seconds").unwrap();
+    assert!((0.02..10.0).contains(&step), "{look}");
+    assert!(of(0, "busy_share") <= Some(1.0), "{look}");
+    assert_eq!(of(1, "busy_share"), Some(0.0), "{look}");
+    let activity = |process: usize| &look["processes"][process]["activity"];
+    assert_eq!(activity(0)["devices"][0]["stages"], serde_json::json!([0]));
+    assert_eq!(activity(1)["devices"][0]["stages"], serde_json::json!([]));
+
+    let host = activity(0)["host"].as_str().unwrap();
+    assert!(!host.is_empty(), "{look}");
+    let told = top(&[&launcher, "--once", "--interval", "0.1"]);
+    let place = format!("process 0 on {host}, stage 0: its program");
+    assert!(told.stdout.contains(&place), "{told:?}");
+}
+
+#[test]
+fn several_jobs_are_listed() {
+    let jobs = [Job::start("several-0"), Job::start("several-1")];
+    let told = top(&["--once"]);
+    assert_eq!(told.status, Some(1), "{told:?}");
+    let expected = "jobs run on this machine; name one by a process id:";
+    assert!(told.stderr.contains(expected), "{told:?}");
+    for job in &jobs {
+        let lowest = job.pids.iter().min().unwrap();
+        let is_listed = |line: &str| {
+            line.starts_with(&format!("  {lowest}  ")) && line.contains(", 2 processes, at ")
+        };
+        assert!(told.stderr.lines().any(is_listed), "{told:?}");
+    }
+}
+
 #[test]
 fn waits_stops_and_ends_of_processes_are_shown() {
     let job = Job::start("waits");
@@ -163,10 +249,7 @@ fn waits_stops_and_ends_of_processes_are_shown() {
     // As a table.
     let told = top(&[&job.pids[1].to_string(), "--once", "--interval", "0.1"]);
     assert_eq!((told.status, &*told.stderr), (Some(0), ""), "{told:?}");
-    assert!(
-        told.stdout.contains("process 1: its program waits in"),
-        "{told:?}"
-    );
+    assert!(told.stdout.contains(": its program waits in"), "{told:?}");
     // A stopped process does not answer; looking at it does no harm.
     job.send(1, Signal::STOP);
     let unknown = |process: usize, why: &'static str| {
@@ -316,11 +399,10 @@ fn wrong_jobs_and_tokens_are_refused() {
         "token of the job is needed, in MPMD_JOB_TOKEN",
     );
     refused(&["127.0.0.1:7"], Some("abc"), "in MPMD_JOB_TOKEN");
-    refused(
-        &[&std::process::id().to_string()],
-        None,
-        "belongs to no job",
-    );
+    let mut other = Command::new("sleep").arg("60").spawn().unwrap();
+    refused(&[&other.id().to_string()], None, "belongs to no job");
+    other.kill().unwrap();
+    other.wait().unwrap();
     refused(
         &["4294967295"],
         None,
@@ -344,7 +426,7 @@ fn wrong_jobs_and_tokens_are_refused() {
     let output = command.stdin(Stdio::null()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(
-        output.status.success() && said.contains("process 0: its program runs"),
+        output.status.success() && said.contains(": its program runs"),
         "{output:?}"
     );
     // The job has not noticed anything.

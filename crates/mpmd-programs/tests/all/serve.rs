@@ -15,6 +15,9 @@ use serde_json::{Value, json};
 use crate::client::{Answer, LONG, send};
 use crate::folders::{Expected, change_config, copy, expected, path};
 
+/// The level and target of a line about a request or a state, as the log has them.
+const LOG: &str = " INFO mpmd::serve: ";
+
 const GUIDE: &str = include_str!("../../../../docs/guide/serve.md");
 
 /// A running server program.
@@ -107,7 +110,8 @@ impl Serving {
         self.send("GET", "/metrics", &Value::Null).body
     }
 
-    /// Sends a signal to end the program, and waits until it has ended.
+    /// Sends a signal to end the program, and waits until it has ended. Returns its status and its
+    /// lines of output, without those of its log of requests and states.
     pub(crate) fn end(self) -> (ExitStatus, Vec<String>) {
         self.signal(Signal::TERM);
         self.ended()
@@ -127,8 +131,15 @@ impl Serving {
         }
     }
 
-    /// Waits until the program has ended.
-    pub(crate) fn ended(mut self) -> (ExitStatus, Vec<String>) {
+    /// Waits until the program has ended. Returns the same as [`end`](Self::end).
+    pub(crate) fn ended(self) -> (ExitStatus, Vec<String>) {
+        let (status, mut said) = self.ended_with_log();
+        said.retain(|line| !line.contains(LOG));
+        (status, said)
+    }
+
+    /// Waits until the program has ended. Returns its status and all lines of output.
+    fn ended_with_log(mut self) -> (ExitStatus, Vec<String>) {
         let start = Instant::now();
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -232,6 +243,59 @@ fn program_answers_over_one_and_several_processes() {
 }
 
 #[test]
+fn requests_and_states_have_a_line_in_the_log() {
+    for (args, is_logged) in [
+        (&["--stages", "2", "--processes", "2"][..], true),
+        (&["--no-request-log"][..], false),
+    ] {
+        let serving = Serving::start("plain", args);
+        let ask = json!({ "prompt": "A kernel", "max_tokens": 5, "ignore_eos": true });
+        let answer = serving.send("POST", "/v1/completions?key=hidden", &ask);
+        let id = answer.json()["id"].as_str().unwrap().to_owned();
+        let prompt = answer.json()["usage"]["prompt_tokens"].clone();
+        serving.send("GET", "/nowhere", &Value::Null);
+        serving.send("GET", "/metrics", &Value::Null);
+
+        serving.signal(Signal::TERM);
+        let (status, said) = serving.ended_with_log();
+        assert!(status.success(), "{status}: {said:?}");
+        let lines: Vec<&str> = said
+            .iter()
+            .filter_map(|line| Some(line.split_once(LOG)?.1))
+            .collect();
+        let states = lines.iter().filter(|line| !line.contains("took_ms="));
+        assert_eq!(
+            states.copied().collect::<Vec<_>>(),
+            [
+                "ready: requests are taken",
+                "draining: no new request is taken, and 0 are answered to their end",
+                "drained: the server ends",
+            ]
+        );
+
+        let requests: Vec<Vec<&str>> = lines
+            .iter()
+            .filter(|line| line.contains("took_ms="))
+            .map(|line| {
+                let words = line.split(' ');
+                words.filter(|word| !word.contains("_ms=")).collect()
+            })
+            .collect();
+        let reply = format!(
+            "POST /v1/completions 200 id={id} prompt_tokens={prompt} new_tokens=5 end=length"
+        );
+        let expected = match is_logged {
+            true => vec![
+                reply.split(' ').collect::<Vec<_>>(),
+                vec!["GET", "/nowhere", "404"],
+            ],
+            false => Vec::new(),
+        };
+        assert_eq!(requests, expected, "{said:?}");
+    }
+}
+
+#[test]
 fn open_requests_end_before_the_program() {
     let two = &["--stages", "2", "--processes", "2"][..];
     for (args, twice) in [(&["--stages", "1"][..], false), (two, false), (two, true)] {
@@ -280,6 +344,7 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
             "--cache 1KiB",
             "--cache: expected at least 1.0 MiB, for one sequence of --max-len 1024",
         ),
+        ("--cache 1048576GiB", "--cache: expected at most "),
         (
             "--host 0.0.0.0",
             "--host 0.0.0.0: other hosts can connect, so give --api-key-file FILE",

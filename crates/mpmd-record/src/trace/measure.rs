@@ -6,6 +6,7 @@ use std::fmt::Write;
 use super::merge::{KernelRun, TracedRun};
 use super::reasons::bytes;
 use crate::trace::{Label, Role};
+use mpmd_base::seconds_text;
 use mpmd_schedule::{Costs, StageCosts};
 
 /// Maximum number of causes of waits that a summary lists, the longest first.
@@ -231,12 +232,12 @@ impl TracedRun {
             "{name}: {processes} processes, {kernels} kernels, {} pieces sent ({}), {}",
             self.pieces.len(),
             bytes(sent),
-            seconds(self.end)
+            seconds_text(self.end)
         );
         let _ = writeln!(
             text,
             "times of different processes agree within {}",
-            seconds(self.bound)
+            seconds_text(self.bound)
         );
 
         for problem in &self.problems {
@@ -282,15 +283,15 @@ impl TracedRun {
                 text,
                 "step {}: {}",
                 one.number,
-                seconds(one.end - one.start)
+                seconds_text(one.end - one.start)
             ),
             ([first, .., last], _) => {
                 let longest = took.iter().copied().fold(0.0, f64::max);
                 let median = median(&mut took);
                 let first = first.number;
                 let last = last.number;
-                let median = seconds(median);
-                let longest = seconds(longest);
+                let median = seconds_text(median);
+                let longest = seconds_text(longest);
                 writeln!(
                     text,
                     "steps {first} to {last}: {median} each (median), {longest} at most"
@@ -333,7 +334,7 @@ impl TracedRun {
             } else {
                 format!(" ({count} times)")
             };
-            let _ = writeln!(text, "  {:>9}  {cause}{times}", seconds(whole));
+            let _ = writeln!(text, "  {:>9}  {cause}{times}", seconds_text(whole));
         }
     }
 
@@ -358,7 +359,7 @@ impl TracedRun {
 
             let whole = took.iter().sum();
             let longest = took.iter().copied().fold(0.0, f64::max);
-            let [whole, median, longest] = [whole, median(&mut took), longest].map(seconds);
+            let [whole, median, longest] = [whole, median(&mut took), longest].map(seconds_text);
             let _ = writeln!(
                 text,
                 "  {whole:>9}  process {process}: {name}, {times} ({median} median, {longest} at \
@@ -389,13 +390,4 @@ fn median(times: &mut [f64]) -> f64 {
         .get(times.len().saturating_sub(1) / 2)
         .copied()
         .unwrap_or(0.0)
-}
-
-/// Formats a time in seconds, with a unit that suits its size.
-fn seconds(time: f64) -> String {
-    match time {
-        time if time >= 1.0 => format!("{time:.3} s"),
-        time if time >= 1e-3 => format!("{:.2} ms", time * 1e3),
-        time => format!("{:.1} us", time * 1e6),
-    }
 }

@@ -36,6 +36,9 @@ pub(crate) enum EpochPhase {
     Failed(RendezvousError),
 }
 
+/// Time from the first process that joins a job until those that have not joined are named.
+const LATE: Duration = Duration::from_secs(10);
+
 /// The processes of a job and their places (process numbers) in its epochs.
 pub(crate) struct Epochs {
     /// The identity of this run of the job.
@@ -51,6 +54,9 @@ pub(crate) struct Epochs {
     /// Time at which the current epoch began to wait for its processes.
     gathers_since: Instant,
     gather_until: Instant,
+    /// Time at which the first process joined the first epoch. `None` before, and once the late
+    /// processes were named to it.
+    first_joined: Option<Instant>,
     /// The deadline for processes that have left a failed epoch to join the next one. Set at each
     /// loss.
     returns_by: Option<Instant>,
@@ -96,6 +102,7 @@ impl Epochs {
             has_ended_well: false,
             gathers_since: now,
             gather_until: after(now, peer_timeout),
+            first_joined: None,
             returns_by: None,
             epoch: 1,
             seats: (0..processes).map(|_| None).collect(),
@@ -394,12 +401,45 @@ impl Epochs {
         }
         self.stop_waiting_for_returns(now, actions);
         self.expire(now, actions);
+        self.tell_late(now, actions);
+    }
+
+    /// Returns the time at which the late processes of the first epoch are named.
+    fn tell_late_at(&self) -> Option<Instant> {
+        let joined = self.first_joined?;
+        (self.epoch == 1).then(|| after(joined, LATE))
+    }
+
+    /// Names the processes that have not joined the first epoch in time, once, to the first process
+    /// that has.
+    fn tell_late(&mut self, now: Instant, actions: &mut JobActions) {
+        let is_due = self.tell_late_at().is_some_and(|at| now >= at);
+        if self.phase != EpochPhase::Gathering || !is_due {
+            return;
+        }
+
+        let joined = self.first_joined.take().unwrap_or(now);
+        let seats = || processes(self.seats.len()).zip(&self.seats);
+        let late: Vec<_> = seats()
+            .filter(|(_, seat)| seat.is_none())
+            .map(|(process, _)| process)
+            .collect();
+        if let Some(seat) = self.seats.iter().flatten().next()
+            && !late.is_empty()
+        {
+            let late = ServerReply::Busy {
+                epoch: self.epoch,
+                processes: late,
+                waited: now.saturating_duration_since(joined),
+            };
+            actions.say(seat.link, late);
+        }
     }
 
     /// Returns the times at which [`tick`](Self::tick) has work to do.
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         let joins = self.seats.iter().flatten().map(|seat| seat.waits.until);
-        let joins = joins.chain([self.gather_until]);
+        let joins = joins.chain([self.gather_until]).chain(self.tell_late_at());
         joins
             .filter(|_| self.phase == EpochPhase::Gathering)
             .chain(self.returns_by)
@@ -407,6 +447,7 @@ impl Epochs {
 
     pub(super) fn put_off(&mut self, stopped: Duration) {
         self.gather_until = after(self.gather_until, stopped);
+        self.first_joined = self.first_joined.map(|at| after(at, stopped));
         self.returns_by = self.returns_by.map(|until| after(until, stopped));
         self.seats
             .iter_mut()

@@ -26,6 +26,7 @@ use super::failure::HttpFailure;
 use super::idle_connections::{ConnectionUse, IdleConnections, LAST_BYTES};
 use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
+use super::request_log::{RequestLog, RequestRecord};
 use super::settings::FrontError;
 
 /// Time limit for a client to send the head of a request, including the wait before it.
@@ -78,11 +79,12 @@ pub(super) fn reserve_descriptors(connections: usize) -> Result<(), FrontError> 
 /// for their last bytes.
 ///
 /// If there are more than `most` connections, closes the one that has been idle for the longest
-/// time.
+/// time. Each request has a line in `log`.
 pub(super) async fn accept(
     mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<TcpStream>> + Send,
     routes: Router,
     most: usize,
+    log: RequestLog,
     mut ended: watch::Receiver<()>,
 ) {
     let permits = Arc::new(Semaphore::new(most));
@@ -102,7 +104,13 @@ pub(super) async fn accept(
             Ok((stream, permit)) => {
                 has_failed = false;
                 let connection_use = ConnectionUse::new(idle.clone());
-                let connection = connection(stream, connection_use, routes.clone(), ended.clone());
+                let connection = connection(
+                    stream,
+                    connection_use,
+                    routes.clone(),
+                    log.clone(),
+                    ended.clone(),
+                );
                 tokio::spawn(async move {
                     connection.await;
                     drop(permit);
@@ -130,6 +138,7 @@ async fn connection(
     stream: TcpStream,
     connection_use: Arc<ConnectionUse>,
     routes: Router,
+    log: RequestLog,
     mut ended: watch::Receiver<()>,
 ) {
     // Else each event would wait for the acknowledgement of the one before.
@@ -139,10 +148,15 @@ async fn connection(
     let routes = TowerToHyperService::new(routes);
     let asked = peer.clone();
     let used = connection_use.clone();
-    let service = service_fn(move |request| {
+    let service = service_fn(move |request: Request<Incoming>| {
         let guard = used.begin();
-        let answer = answer(routes.clone(), asked.clone(), request);
-        async move { Ok::<_, io::Error>(guard.until_end_of(answer.await?)) }
+        let record = log.begin(request.method(), request.uri().path());
+        let answer = answer(routes.clone(), asked.clone(), record.clone(), request);
+        async move {
+            let reply = answer.await?;
+            record.answer(reply.status());
+            Ok::<_, io::Error>(guard.until_end_of(reply, record))
+        }
     });
     let connection = Builder::new()
         .timer(TokioTimer::new())
@@ -185,11 +199,13 @@ async fn connection(
 async fn answer(
     routes: TowerToHyperService<Router>,
     peer: Arc<PeerSocket>,
+    record: Arc<RequestRecord>,
     mut request: Request<Incoming>,
 ) -> io::Result<Response> {
     let version = request.version();
     let has_body = !request.body().is_end_stream();
     request.extensions_mut().insert(peer.clone());
+    request.extensions_mut().insert(record);
 
     let answer = async {
         match check_head(&request) {
@@ -279,7 +295,7 @@ mod tests {
         };
         let routes = Router::new().route("/", get(async || "here"));
         let (end, ended) = watch::channel(());
-        let accept = tokio::spawn(accept(next, routes, 1, ended));
+        let accept = tokio::spawn(accept(next, routes, 1, RequestLog::default(), ended));
         for _ in 0..2 {
             let client = TcpStream::connect(address).await.unwrap();
             let found = timeout(Duration::from_secs(60), status(client)).await;
@@ -322,7 +338,7 @@ mod tests {
             .route("/", get(async || "here"))
             .route("/held", get(held));
         let (_end, ended) = watch::channel(());
-        tokio::spawn(accept(next, routes, 3, ended));
+        tokio::spawn(accept(next, routes, 3, RequestLog::default(), ended));
 
         // One has a request, one has nothing, and one half a head.
         let mut busy = TcpStream::connect(address).await.unwrap();

@@ -13,6 +13,8 @@ use mpmd_base::block::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::sleep;
 
+use super::request_log::RequestRecord;
+
 /// Time limit for the last bytes of a reply on a connection that is closed to make room.
 pub(super) const LAST_BYTES: Duration = Duration::from_millis(200);
 
@@ -141,9 +143,15 @@ impl Drop for ConnectionUse {
 pub(super) struct RequestGuard(Arc<ConnectionUse>);
 
 impl RequestGuard {
-    /// Moves this guard into the reply's body. It is dropped with the body.
-    pub(super) fn until_end_of(self, reply: Response) -> Response {
-        reply.map(|body| Body::new(GuardedBody { body, _guard: self }))
+    /// Moves this guard and the request's record into the reply's body. They are dropped with the
+    /// body.
+    pub(super) fn until_end_of(self, reply: Response, record: Arc<RequestRecord>) -> Response {
+        let guarded = |body| GuardedBody {
+            body,
+            _guard: self,
+            _record: record,
+        };
+        reply.map(|body| Body::new(guarded(body)))
     }
 }
 
@@ -153,10 +161,11 @@ impl Drop for RequestGuard {
     }
 }
 
-/// The body of a reply, which owns the guard of its request.
+/// The body of a reply, which owns the guard and the record of its request.
 struct GuardedBody {
     body: Body,
     _guard: RequestGuard,
+    _record: Arc<RequestRecord>,
 }
 
 impl HttpBody for GuardedBody {

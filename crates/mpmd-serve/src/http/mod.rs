@@ -10,6 +10,7 @@ mod paced_connection;
 mod parsed_request;
 mod peer_socket;
 mod reply;
+mod request_log;
 mod routes;
 mod settings;
 
@@ -26,9 +27,11 @@ use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{sleep, timeout};
 
+use crate::log_target::LOG_TARGET;
 use crate::model::Model;
 use crate::queue::RequestQueue;
 use connection::{accept, reserve_descriptors};
+use request_log::RequestLog;
 use routes::{EndpointState, bodies, routes};
 pub use settings::{FrontError, FrontSettings, KeyFile};
 
@@ -112,6 +115,13 @@ impl Front {
             most: settings.max_tokens,
         });
 
+        let (log, log_writer) = match settings.request_log {
+            true => {
+                let (log, writer) = RequestLog::start().map_err(FrontError::Start)?;
+                (log, Some(writer))
+            }
+            false => (RequestLog::default(), None),
+        };
         let connections = settings.max_connections;
         let drain = settings.drain;
         let signals = watch::Sender::new(0);
@@ -124,12 +134,16 @@ impl Front {
                 let accepted = listener.poll_accept(cx);
                 accepted.map_ok(|(stream, _)| stream)
             };
-            let accept = runtime.spawn(accept(next, routes, connections, ended));
+            let accept = runtime.spawn(accept(next, routes, connections, log, ended));
             runtime.block_on(drained(&queue, asked, drain));
             drop(end);
             // Has no error but a panic.
             _ = runtime.block_on(accept);
             runtime.shutdown_timeout(LAST);
+            if let Some(writer) = log_writer {
+                writer.finish();
+            }
+            tracing::info!(target: LOG_TARGET, "drained: the server ends");
         };
 
         let thread = std::thread::Builder::new()
@@ -220,6 +234,11 @@ async fn drained(queue: &RequestQueue, mut asked: watch::Receiver<u32>, longest:
     // The sender is never dropped before.
     _ = asked.wait_for(|count| *count > 0).await;
     queue.drain();
+    let open = queue.open();
+    tracing::info!(
+        target: LOG_TARGET,
+        "draining: no new request is taken, and {open} are answered to their end"
+    );
 
     let empty = async || {
         while queue.open() > 0 {

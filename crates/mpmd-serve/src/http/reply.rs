@@ -15,6 +15,7 @@ use serde_json::{Map, Value, json};
 use super::failure::HttpFailure;
 use super::parsed_request::{ParsedRequest, ReplyForm, random};
 use super::peer_socket::PeerSocket;
+use super::request_log::RequestRecord;
 use crate::model::{Model, unix_seconds};
 use crate::queue::ReplyStream;
 use crate::request::{Finish, ReplyEvent, ReplyToken};
@@ -31,6 +32,7 @@ pub(super) struct ReplyProgress {
     ask: ParsedRequest,
     /// The events of the reply. `None` once it has ended.
     stream: Option<ReplyStream>,
+    record: Arc<RequestRecord>,
     text: TextStream,
     /// Number of tokens in the reply so far.
     count: usize,
@@ -51,21 +53,29 @@ struct ReplyPiece {
 }
 
 impl ReplyProgress {
-    pub(super) fn new(model: Arc<Model>, ask: ParsedRequest, stream: ReplyStream) -> Self {
+    pub(super) fn new(
+        model: Arc<Model>,
+        ask: ParsedRequest,
+        stream: ReplyStream,
+        record: Arc<RequestRecord>,
+    ) -> Self {
         let text = TextStream::new(model.tokenizer.clone(), ask.stops.clone());
         let prefix = if ask.form == ReplyForm::Chat {
             "chatcmpl"
         } else {
             "cmpl"
         };
+        let id = format!("{prefix}-{:016x}", random());
+        record.begin_reply(&id, ask.request.prompt.len());
         Self {
             model,
             ask,
             stream: Some(stream),
+            record,
             text,
             count: 0,
             offset: 0,
-            id: format!("{prefix}-{:016x}", random()),
+            id,
             created: unix_seconds(),
             versions: Vec::new(),
         }
@@ -79,6 +89,7 @@ impl ReplyProgress {
             let added = match event {
                 ReplyEvent::Token(token) => {
                     self.count += 1;
+                    self.record.token();
                     let is_end = self.ask.request.ends.contains(&token.id);
                     let added = if is_end {
                         Ok("")
@@ -89,16 +100,17 @@ impl ReplyProgress {
                     added
                 }
                 ReplyEvent::End(finish) => {
-                    self.end();
-                    piece.finish = Some(match finish {
+                    let finish = match finish {
                         Finish::Stop => "stop",
                         Finish::Length => "length",
                         Finish::Abort => "abort",
-                    });
+                    };
+                    self.end(finish);
+                    piece.finish = Some(finish);
                     self.text.end()
                 }
                 ReplyEvent::Failed(why) => {
-                    self.stream = None;
+                    self.end("failed");
                     return Some(Err(HttpFailure::server(&*why)));
                 }
             };
@@ -106,13 +118,13 @@ impl ReplyProgress {
             match added {
                 Ok(added) => piece.text += added,
                 Err(why) => {
-                    self.stream = None;
+                    self.end("failed");
                     return Some(Err(HttpFailure::internal("the tokens have no text", why)));
                 }
             }
             if self.text.is_stopped() {
                 piece.finish = Some("stop");
-                self.end().into_iter().for_each(ReplyStream::stop);
+                self.end("stop").into_iter().for_each(ReplyStream::stop);
             }
             if piece.finish.is_some() || !piece.text.is_empty() || shows_tokens {
                 return Some(Ok(piece));
@@ -121,9 +133,10 @@ impl ReplyProgress {
         None
     }
 
-    /// Removes and returns the event stream of a reply that has ended, and keeps its version
-    /// labels.
-    fn end(&mut self) -> Option<ReplyStream> {
+    /// Removes and returns the event stream of a reply that has ended for the reason `end`, and
+    /// keeps its version labels.
+    fn end(&mut self, end: &'static str) -> Option<ReplyStream> {
+        self.record.end_reply(end);
         let stream = self.stream.take()?;
         self.versions = stream.versions().to_vec();
         Some(stream)

@@ -26,6 +26,7 @@ use super::parsed_request::{
 };
 use super::peer_socket::PeerSocket;
 use super::reply::ReplyProgress;
+use super::request_log::RequestRecord;
 use crate::model::Model;
 use crate::queue::{RequestQueue, ServerPhase};
 
@@ -167,18 +168,20 @@ async fn models(State(shared): Shares) -> Json<Value> {
 }
 
 type Client = Extension<Arc<PeerSocket>>;
+type Record = Extension<Arc<RequestRecord>>;
 
-async fn completions(shared: Shares, client: Client, body: Body) -> Answer {
-    reply(shared, client, body, ReplyForm::Completion).await
+async fn completions(shared: Shares, client: Client, record: Record, body: Body) -> Answer {
+    reply(shared, client, record, body, ReplyForm::Completion).await
 }
 
-async fn chat(shared: Shares, client: Client, body: Body) -> Answer {
-    reply(shared, client, body, ReplyForm::Chat).await
+async fn chat(shared: Shares, client: Client, record: Record, body: Body) -> Answer {
+    reply(shared, client, record, body, ReplyForm::Chat).await
 }
 
 async fn reply(
     State(shared): Shares,
     Extension(client): Client,
+    Extension(record): Record,
     body: Body,
     form: ReplyForm,
 ) -> Answer {
@@ -190,7 +193,7 @@ async fn reply(
 
     let stream = shared.queue.submit(ask.request.clone())?;
     let streams = ask.streams;
-    let reply = ReplyProgress::new(shared.model.clone(), ask, stream);
+    let reply = ReplyProgress::new(shared.model.clone(), ask, stream, record);
     if streams {
         Ok(reply.events(client))
     } else {

@@ -45,6 +45,9 @@ pub struct FrontSettings {
     pub max_connections: usize,
     /// Largest size of a request's body, in bytes. Default: 2 MiB.
     pub max_body: u64,
+    /// True to log a line for each request, as a `tracing` event of the level info and the target
+    /// `mpmd::serve`. Default: true.
+    pub request_log: bool,
 }
 
 impl Default for FrontSettings {
@@ -62,6 +65,7 @@ impl Default for FrontSettings {
             max_tokens: None,
             max_connections: 512,
             max_body: 2 << 20,
+            request_log: true,
         }
     }
 }

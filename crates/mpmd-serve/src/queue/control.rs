@@ -7,6 +7,8 @@ use mpmd_models::{PublisherState, WeightVersions, version_number};
 use thiserror::Error;
 use tokio::sync::{oneshot, watch};
 
+use crate::log_target::LOG_TARGET;
+
 use super::{
     QueueShared, QueueState, Refused, RequestArrival, RequestArrivals, RequestQueue, ServerPhase,
 };
@@ -172,8 +174,12 @@ impl RequestQueue {
 
     /// Ends the pause, if there is one.
     pub fn resume(&self) {
+        let mut before = PauseState::None;
         self.0
-            .change(|_| _ = self.0.pause.send_replace(PauseState::None));
+            .change(|_| before = self.0.pause.send_replace(PauseState::None));
+        if before != PauseState::None {
+            tracing::info!(target: LOG_TARGET, "resumed: requests are answered again");
+        }
     }
 
     /// True if a pause is in force.
@@ -266,13 +272,17 @@ impl RequestArrivals {
     /// of the pause.
     pub(crate) fn paused(&self, mode: PauseMode) {
         let state = self.0.state.lock();
-        self.0.pause.send_if_modified(|pause| {
+        let is_paused = self.0.pause.send_if_modified(|pause| {
             let is_new = *pause == PauseState::Asked(mode) && !state.aborts;
             if is_new {
                 *pause = PauseState::InForce(mode);
             }
             is_new
         });
+        drop(state);
+        if is_paused {
+            tracing::info!(target: LOG_TARGET, "paused, in the mode {mode:?}: requests wait");
+        }
     }
 
     /// Sets the state of the inference's versions, for [`RequestQueue::weights`].

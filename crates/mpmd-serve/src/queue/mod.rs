@@ -14,6 +14,7 @@ use mpmd_base::block::{Condvar, Instant, Mutex, now, since};
 use thiserror::Error;
 use tokio::sync::{mpsc, watch};
 
+use crate::log_target::LOG_TARGET;
 use crate::metrics::{EngineFigures, ServerMetrics};
 use crate::request::{Finish, ReplyEvent, TextRequest};
 use answers::Answers;
@@ -383,11 +384,16 @@ pub struct RequestArrival {
 impl RequestArrivals {
     /// Takes requests from now on. Does nothing if the server is shutting down.
     pub fn open(&self) {
+        let mut is_new = false;
         self.0.change(|state| {
-            if state.phase == ServerPhase::Starting {
+            is_new = state.phase == ServerPhase::Starting;
+            if is_new {
                 state.phase = ServerPhase::Ready;
             }
         });
+        if is_new {
+            tracing::info!(target: LOG_TARGET, "ready: requests are taken");
+        }
     }
 
     /// Returns the new requests, in the order of arrival. Does not block.

@@ -132,9 +132,10 @@ impl<K: Kernel> DeviceCall<K> {
         let asked = runtime.trace.now();
         let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.parker)?;
         let started = runtime.trace.now();
+        let stage = call.label.map(|label| label.stage);
         runtime
             .status
-            .device_starts(seat.local_index, call.op, seat.what.clone());
+            .device_starts(seat.local_index, call.op, seat.what.clone(), stage);
 
         prepare_outputs(call, arrived, memory?, held, |mut buffer, fill, info| {
             match fill {

@@ -64,9 +64,10 @@ impl<K: Kernel> DeviceCall<K> {
             }
         };
 
+        let stage = label.map(|label| label.stage);
         runtime
             .status
-            .device_starts(local_index, op, call.seat.what.clone());
+            .device_starts(local_index, op, call.seat.what.clone(), stage);
         let issuing = runtime.trace.now();
         let span = runtime.enter_kernel(op, place.device, "issued");
         let (result, ending) = self.issue_work(gpu, &call, &call_memory, &mut context);

@@ -23,6 +23,9 @@ use super::{Builder, Program};
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
 
+/// Maximum number of late processes that a warning names.
+const MOST_NAMED: usize = 8;
+
 /// A process that has connected to the rendezvous and is about to join its job.
 pub(super) struct Candidate {
     pub(super) rendezvous: Rendezvous,
@@ -245,6 +248,7 @@ impl Membership {
             peer_timeout,
             sizes: builder.sizes.clone(),
             refused_sizes: builder.refused_sizes.clone(),
+            is_side_job: builder.is_side_job,
         }
     }
 
@@ -258,15 +262,29 @@ impl Membership {
     }
 }
 
-/// Formats the warning that process `me` waits for processes that have not left the failed epoch.
+/// Formats the warning that process `me` waits for others: in the first epoch for processes that
+/// have not joined, later for processes that have not left the failed epoch.
 fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) -> String {
-    let busy: Vec<_> = busy.iter().map(ToString::to_string).collect();
+    let names: Vec<_> = busy.iter().map(ToString::to_string).collect();
+    if epoch == 1 {
+        let more = match names.len().saturating_sub(MOST_NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        return format!(
+            "process {me} has waited {:.0} s for the job to begin: these processes have not joined \
+             it, and have perhaps not started: {}{more}",
+            waited.as_secs_f32(),
+            names[..names.len().min(MOST_NAMED)].join(", "),
+        );
+    }
+
     format!(
         "process {me} has waited {:.0} s for epoch {epoch} of the job: each of these processes is \
          alive, but runs code of its own in the epoch that has failed, and keeps its place until \
          that returns: {}",
         waited.as_secs_f32(),
-        busy.join(", ")
+        names.join(", ")
     )
 }
 

@@ -386,10 +386,11 @@ pub(crate) fn join_beside(job: SideJob<'_>) -> Result<Program> {
         peer_timeout,
         over,
     } = job;
-    let builder = Builder::default()
+    let mut builder = Builder::default()
         .devices_by_process(devices)
         .peer_timeout(peer_timeout)
         .spin(Spin::Never);
+    builder.is_side_job = true;
     let processes = devices.len();
     let topology = builder.topology(processes, None)?;
     let opened = match over {

@@ -42,6 +42,8 @@ pub(crate) struct Membership {
     pub(super) sizes: Arc<[JobSize]>,
     /// The numbers of processes that the layout function refuses, each with its reason.
     pub(super) refused_sizes: Arc<BTreeMap<u32, String>>,
+    /// True for the job of a link beside the user's own job.
+    pub(super) is_side_job: bool,
 }
 
 /// The host on which a process runs, and its system id.
@@ -103,12 +105,17 @@ impl Membership {
     /// Registers callbacks at the rendezvous. One tells the runtime that a process or the
     /// rendezvous itself is lost. The other reports the activity of this process to observers.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
+        let place = self.places.get(runtime.me.index());
+        let own_host = place.map_or_else(String::new, |place| place.host.clone());
         let runtime = Arc::downgrade(runtime);
         let neighbours = self.neighbours.clone();
         let host = self.host();
+        let is_side_job = self.is_side_job;
         let observed = runtime.clone();
         self.rendezvous.on_look(move |_| {
-            let activity = observed.upgrade().map(|runtime| runtime.activity());
+            let activity = observed
+                .upgrade()
+                .map(|runtime| runtime.activity(&own_host));
             serde_json::to_vec(&activity.unwrap_or_default()).unwrap_or_default()
         });
 
@@ -123,7 +130,11 @@ impl Membership {
                 Down::Process(process, why) => runtime.suspect(process, &why),
                 Down::Server(why) => {
                     host.iter().for_each(|host| runtime.suspect(*host, &why));
-                    runtime.rendezvous_lost(&why);
+                    match is_side_job {
+                        // The link's own ends report that it is over.
+                        true => tracing::debug!("a link has lost its rendezvous service: {why}"),
+                        false => runtime.rendezvous_lost(&why),
+                    }
                 }
             }
         }));

@@ -153,8 +153,8 @@ impl Program {
     }
 
     /// Writes the `tracing` events of this process to standard error. The filter in `RUST_LOG`
-    /// selects events; by default warnings and errors. Does nothing if a `tracing` subscriber is
-    /// installed already.
+    /// selects events; by default warnings, errors, and a server's requests. Does nothing if a
+    /// `tracing` subscriber is installed already.
     pub fn log_to_stderr() {
         mpmd_launch::log_to_stderr();
     }

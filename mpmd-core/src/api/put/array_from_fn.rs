@@ -204,7 +204,7 @@ where
             op,
             at,
         } = self;
-        runtime.status.device_starts(local_index, op, what);
+        runtime.status.device_starts(local_index, op, what, None);
         let started = runtime.trace.now();
         let (buffer, copied) = match on_accelerator {
             true => (runtime.staging.allocate(info.bytes()), Some(reservation)),

@@ -15,16 +15,37 @@ pub(crate) struct ActivityStatus {
     program: Mutex<Doing>,
     /// Number of steps that have ended.
     steps: AtomicU64,
+    last_step: Mutex<LastStep>,
     reports: Mutex<Reports>,
     devices: Vec<DeviceStatus>,
+    /// Number of calls of [`tick`](Self::tick).
+    samples: AtomicU64,
+}
+
+/// The time of the last step.
+#[derive(Clone, Copy, Default)]
+struct LastStep {
+    end: Option<Instant>,
+    /// Time between the ends of the last two steps.
+    duration: Option<Duration>,
 }
 
 /// The current activity of a device.
 struct DeviceStatus {
     name: String,
+    queue: Mutex<DeviceQueue>,
+    /// Number of samples in which the device had an operation.
+    busy_samples: AtomicU64,
+}
+
+/// The operations of a device.
+#[derive(Default)]
+struct DeviceQueue {
     /// The operations that have not ended, in order. The device works on the first. Only a device
     /// that runs asynchronously can have more than one.
-    running: Mutex<VecDeque<RunningOperation>>,
+    running: VecDeque<RunningOperation>,
+    /// The stages of pipelines that the device has computed, ascending.
+    stages: Vec<u32>,
 }
 
 /// The times of hang reports since this process last issued or ended an operation.
@@ -86,14 +107,17 @@ impl ActivityStatus {
         Self {
             program: Mutex::new(Doing::Program),
             steps: AtomicU64::new(0),
+            last_step: Mutex::default(),
             reports: Mutex::default(),
             devices: devices
                 .into_iter()
                 .map(|name| DeviceStatus {
                     name,
-                    running: Mutex::default(),
+                    queue: Mutex::default(),
+                    busy_samples: AtomicU64::new(0),
                 })
                 .collect(),
+            samples: AtomicU64::new(0),
         }
     }
 
@@ -107,40 +131,48 @@ impl ActivityStatus {
     }
 
     /// Adds an operation to the device with this local index. The operation starts, or waits behind
-    /// others.
+    /// others. `stage` is that of its label.
     pub(crate) fn device_starts(
         &self,
         device: usize,
         op: u64,
         call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
+        stage: Option<u32>,
     ) {
-        let mut running = self.devices[device].running.lock();
-        running.push_back(RunningOperation {
+        let mut queue = self.devices[device].queue.lock();
+        queue.running.push_back(RunningOperation {
             op,
             call,
             seen: None,
         });
+        if let Some(stage) = stage
+            && let Err(place) = queue.stages.binary_search(&stage)
+        {
+            queue.stages.insert(place, stage);
+        }
     }
 
     /// Removes an operation that the device with this local index has ended. Does nothing if it is
     /// not in the list.
     pub(crate) fn device_ends(&self, device: usize, op: u64) {
-        let mut running = self.devices[device].running.lock();
-        if let Some(at) = running.iter().position(|running| running.op == op) {
-            running.remove(at);
+        let mut queue = self.devices[device].queue.lock();
+        if let Some(at) = queue.running.iter().position(|running| running.op == op) {
+            queue.running.remove(at);
         }
     }
 
-    /// Sets the start time of each device's current operation to now, unless it has one.
+    /// Takes a sample of the devices: counts those with an operation as busy. Sets the start time
+    /// of each device's current operation to now, unless it has one.
     pub(crate) fn tick(&self) {
         for device in &self.devices {
-            if let Some(RunningOperation {
-                seen: seen @ None, ..
-            }) = device.running.lock().front_mut()
-            {
-                *seen = Some(now());
-            }
+            let mut queue = device.queue.lock();
+            let Some(current) = queue.running.front_mut() else {
+                continue;
+            };
+            device.busy_samples.fetch_add(1, Ordering::Relaxed);
+            current.seen.get_or_insert_with(now);
         }
+        self.samples.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Returns the lowest number of the devices' current operations. `None` if all devices are
@@ -148,13 +180,17 @@ impl ActivityStatus {
     pub(crate) fn lowest(&self) -> Option<u64> {
         self.devices
             .iter()
-            .filter_map(|device| device.running.lock().front().map(|running| running.op))
+            .filter_map(|device| device.queue.lock().running.front().map(|first| first.op))
             .min()
     }
 
-    /// Sets the number of steps that the program has ended.
+    /// Sets the number of steps that the program has ended, the last one now.
     pub(crate) fn step_ends(&self, step: u64) {
+        let end = now();
         self.steps.store(step, Ordering::Relaxed);
+        let mut last = self.last_step.lock();
+        last.duration = last.end.map(|before| end.saturating_duration_since(before));
+        last.end = Some(end);
     }
 
     // invariant: no-silent-wait
@@ -170,9 +206,11 @@ impl ActivityStatus {
     /// Returns the current activity of each device. `name` is as in [`describe`](Self::describe).
     fn devices(&self, name: impl Fn(u64) -> Option<String>) -> Vec<DeviceActivity> {
         let activity = |device: &DeviceStatus| {
-            let (first, behind) = {
-                let running = device.running.lock();
-                (running.front().cloned(), running.len().saturating_sub(1))
+            let (first, behind, stages) = {
+                let queue = device.queue.lock();
+                let running = &queue.running;
+                let behind = running.len().saturating_sub(1);
+                (running.front().cloned(), behind, queue.stages.clone())
             };
 
             let seen = first.as_ref().and_then(|first| first.seen);
@@ -183,6 +221,8 @@ impl ActivityStatus {
                 }),
                 seconds: seen.map(|seen| since(seen).as_secs_f32()),
                 behind,
+                busy_samples: device.busy_samples.load(Ordering::Relaxed),
+                stages,
             }
         };
         self.devices.iter().map(activity).collect()
@@ -221,8 +261,8 @@ impl Runtime {
             .fold(doing, |text, line| format!("{text}\n  {line}"))
     }
 
-    /// Returns the current activity of this process. Does not block.
-    pub(crate) fn activity(&self) -> Activity {
+    /// Returns the current activity of this process on `host`. Does not block.
+    pub(crate) fn activity(&self, host: &str) -> Activity {
         let values = |counters: &[AtomicU64]| {
             counters
                 .iter()
@@ -252,7 +292,15 @@ impl Runtime {
 
         Activity {
             pid: std::process::id(),
+            host: host.to_owned(),
             steps: self.status.steps.load(Ordering::Relaxed),
+            step_seconds: self
+                .status
+                .last_step
+                .lock()
+                .duration
+                .map(|duration| duration.as_secs_f64()),
+            samples: self.status.samples.load(Ordering::Relaxed),
             issued,
             in_flight: counts.ops,
             in_flight_bytes: counts.bytes,
@@ -351,7 +399,7 @@ mod tests {
     #[test]
     fn describe_names_current_operations_and_their_age() {
         let status = ActivityStatus::new(["device 0".to_owned(), "device 1".to_owned()]);
-        status.device_starts(0, 7, Arc::new("jit Slow"));
+        status.device_starts(0, 7, Arc::new("jit Slow"), Some(1));
         assert_eq!(status.lowest(), Some(7));
         let plain = status.describe(|_| None);
         assert_eq!(
@@ -366,7 +414,7 @@ mod tests {
             named.contains("device 0 is at operation 7 (jit Slow; stage 1) at here, for 0."),
             "{named}"
         );
-        status.device_starts(0, 9, Arc::new("jit Next"));
+        status.device_starts(0, 9, Arc::new("jit Next"), None);
         assert!(
             status
                 .describe(|_| None)
@@ -381,5 +429,22 @@ mod tests {
         status.device_ends(0, 9);
         status.device_ends(0, 9);
         assert_eq!(status.lowest(), None);
+    }
+
+    #[test]
+    fn samples_count_busy_devices_and_their_stages() {
+        let status = ActivityStatus::new(["device 0".to_owned(), "device 1".to_owned()]);
+        for (op, stage) in [(1, Some(2)), (2, Some(0)), (3, None), (4, Some(2))] {
+            status.device_starts(0, op, Arc::new("jit"), stage);
+            status.tick();
+            status.device_ends(0, op);
+        }
+        status.tick();
+        assert_eq!(status.samples.load(Ordering::Relaxed), 5);
+        let devices = status.devices(|_| None);
+        let found = devices
+            .iter()
+            .map(|device| (device.busy_samples, device.stages.clone()));
+        assert_eq!(found.collect::<Vec<_>>(), [(4, vec![0, 2]), (0, vec![])]);
     }
 }

@@ -136,6 +136,9 @@ impl Epochs {
         let waits = RequestWait { until, ..waits };
 
         self.note_process(wish, ProcessPart::Holds(process));
+        if self.seats.iter().all(Option::is_none) {
+            self.first_joined = Some(now);
+        }
         self.seats[process.index()] = Some(Seat {
             link,
             key,

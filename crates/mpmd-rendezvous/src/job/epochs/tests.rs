@@ -2,6 +2,7 @@
 
 mod ends;
 mod facts;
+mod late;
 mod leavers;
 mod resumed;
 
