@@ -18,7 +18,7 @@ use mpmd_models::{
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
-use crate::division::{DivisionArgs, named_option};
+use crate::division::{DivisionArgs, SizeOptions, named_option, stages_of};
 use crate::inputs::{check_inputs, compared};
 use crate::weight_type::WeightTypeArg;
 
@@ -164,7 +164,20 @@ impl GenerateArgs {
         room: usize,
     ) -> anyhow::Result<Stages> {
         let held = HeldBytes::inference(folder, Room::for_one(room), self.dtype.is_half());
-        cut.divide(Stages::new(folder, cut.stages(), positions)?, held)
+        let options = SizeOptions {
+            stages: cut.stages_option(),
+            positions: self.positions_option(),
+        };
+        cut.divide(stages_of(folder, cut.stages(), positions, options)?, held)
+    }
+
+    /// Returns the option that decides how many tokens a sequence may have.
+    fn positions_option(&self) -> &'static str {
+        if self.max_len.is_some() {
+            "--max-len"
+        } else {
+            "--tokens"
+        }
     }
 
     /// Returns the tokens of the prompt that the arguments give.
@@ -316,8 +329,9 @@ impl Generation<'_> {
         let most = self.folder.config().positions();
         ensure!(
             positions <= most,
-            "--tokens or --max-len: the model has {most} positions, and {positions} are asked for; \
-             the prompt has {prompt}"
+            "{}: the model has {most} positions, and {positions} are asked for; the prompt has \
+             {prompt}",
+            self.args.positions_option()
         );
         Ok(positions)
     }

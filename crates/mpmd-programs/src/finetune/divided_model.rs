@@ -6,7 +6,7 @@ use mpmd::topology::Mesh;
 use mpmd_models::{Folder, HeldBytes, Stages};
 
 use super::train::TrainArgs;
-use crate::division::{DivisionArgs, named_option};
+use crate::division::{DivisionArgs, SizeOptions, named_option, stages_of};
 
 /// A model under training, divided over stages and devices.
 pub(super) struct DividedModel {
@@ -36,7 +36,11 @@ impl DividedModel {
         } else {
             HeldBytes::TRAINING
         };
-        let model = cut.divide(Stages::new(source, stages, args.time)?, held)?;
+        let options = SizeOptions {
+            stages: cut.stages_option(),
+            positions: "--time",
+        };
+        let model = cut.divide(stages_of(source, stages, args.time, options)?, held)?;
         let model = model.lora(args.lora(), args.seed);
         let model = model.packed(args.data.is_some());
 

@@ -7,10 +7,10 @@ use mpmd::job::{JobArgs, Rejected, at_least};
 use mpmd::train::data::TextBytes;
 use mpmd::{Error, ProcessId};
 use mpmd_models::score::nats_per_token;
-use mpmd_models::{Folder, HeldBytes, Stages, Tokens};
+use mpmd_models::{Folder, HeldBytes, Tokens};
 use serde::Serialize;
 
-use crate::division::DivisionArgs;
+use crate::division::{DivisionArgs, SizeOptions, stages_of};
 use crate::inputs::{InputFiles, check_inputs, compared};
 
 /// Options of training that `--score` would ignore.
@@ -61,7 +61,12 @@ pub(crate) fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let stages = cut.stages();
-    let model = cut.divide(Stages::new(folder, stages, count)?, HeldBytes::FROZEN)?;
+    let options = SizeOptions {
+        stages: cut.stages_option(),
+        positions: "--tokens",
+    };
+    let model = stages_of(folder, stages, count, options)?;
+    let model = cut.divide(model, HeldBytes::FROZEN)?;
     let devices = model.devices(|stage| stage)?;
     let meshes = model.meshes(|stage| stage)?;
     if cut.show_sharding {
