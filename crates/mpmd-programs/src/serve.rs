@@ -17,7 +17,7 @@ use mpmd_base::{bytes_text, parse_bytes};
 use mpmd_models::{Folder, HeldBytes, Inference, MOST_TOKENS, Room, Stages};
 use mpmd_serve::{Engine, Front, FrontSettings, Model, SchedulerSizes, queue};
 
-use crate::division::{DivisionArgs, named_option};
+use crate::division::{DivisionArgs, SizeOptions, named_option, stages_of};
 use crate::front::{self, FrontArgs, ServerEnds};
 use crate::weight_type::WeightTypeArg;
 use crate::weights::SubscribeArgs;
@@ -238,8 +238,13 @@ impl<'a> JobServer<'a> {
         settings: &'a FrontSettings,
     ) -> anyhow::Result<Self> {
         let stages = cut.stages();
+        let sizes_by = SizeOptions {
+            stages: cut.stages_option(),
+            positions: "--max-len",
+        };
         // The cut depends on the room for keys and values, and the size of a block on the cut.
-        let undivided = cut.divide(Stages::new(folder, stages, 1)?, HeldBytes::default())?;
+        let undivided = stages_of(folder, stages, 1, sizes_by)?;
+        let undivided = cut.divide(undivided, HeldBytes::default())?;
         let sizes = options.sizes(folder, stages, undivided.block_bytes())?;
         let mut held = HeldBytes::inference(folder, room(&sizes), options.dtype.is_half());
         if options.changes_weights(settings) {
@@ -247,7 +252,8 @@ impl<'a> JobServer<'a> {
             held.element *= 2;
         }
 
-        let model = cut.divide(Stages::new(folder, stages, sizes.positions)?, held)?;
+        let model = stages_of(folder, stages, sizes.positions, sizes_by)?;
+        let model = cut.divide(model, held)?;
         let model = model.after(usize::from(options.front));
         let meshes = model.meshes(|stage| stage)?;
         let subscribing = options.subscribe.subscribing()?;
@@ -376,8 +382,8 @@ fn room(sizes: &SchedulerSizes) -> Room {
     }
 }
 
-/// Drains the server at SIGTERM and SIGINT from now on. Does nothing on processes without the
-/// front.
+/// Drains the server at [signals](mpmd::launch::stop_signals) from now on. Does nothing on
+/// processes without the front.
 fn catch_signals(own: &Mutex<Option<ServerEnds>>) -> mpmd::Result<()> {
     let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(own) = own.as_mut() else {
