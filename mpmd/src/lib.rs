@@ -332,8 +332,8 @@ pub mod launch {
     //! [`JobEnv`] reads the variables of a launcher: the [`Token`] that proves a process to belong
     //! to its job, and a [`DryRunEnv`] for `mpmd check`. [`read_secret`] reads the file of a user's
     //! secret, from which a token can be made; [`read_private`] any file that only its user may
-    //! read. [`printable`] escapes the control characters of a text for a terminal. [`stop_signals`]
-    //! are the signals that ask a program to end in order.
+    //! read. [`printable`] escapes the control characters of a text for a terminal.
+    //! [`stop_signals`] are the signals that ask a program to end in order.
 
     pub use mpmd_launch::{
         DryRunEnv, JobEnv, JobFailure, JobOutcome, Launch, LaunchError, OutputMode, device_kinds,

@@ -36,7 +36,8 @@ pub fn stop_name(signal: i32) -> &'static str {
     }
 }
 
-/// Signals that ask a program to end in order. Terminals, service managers and schedulers send them.
+/// Signals that ask a program to end in order. Terminals, service managers and schedulers send
+/// them.
 const STOP_SIGNALS: [Signal; 5] = [
     Signal::INT,
     Signal::TERM,

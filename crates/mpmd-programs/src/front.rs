@@ -28,8 +28,8 @@ pub(crate) struct FrontArgs {
     /// them
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// Serve every client that can connect, without a key; also requests that pages of other servers
-    /// have a browser send
+    /// Serve every client that can connect, without a key; also requests that pages of other
+    /// servers have a browser send
     #[arg(long, conflicts_with = "api_key_file")]
     pub no_auth: bool,
     /// File with a key on each line for the endpoints that control the server: /pause, /resume,

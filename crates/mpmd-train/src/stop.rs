@@ -86,8 +86,8 @@ impl StopFlag {
 }
 
 /// Makes this process ignore the [signals that ask it to end](stop_signals) from now on. Process 0
-/// of the job handles them and informs the other processes. A launcher passes such a signal on to all processes, and
-/// later kills processes that have not ended.
+/// of the job handles them and informs the other processes. A launcher passes such a signal on to
+/// all processes, and later kills processes that have not ended.
 ///
 /// # Errors
 ///

@@ -148,9 +148,9 @@ impl Front {
         })
     }
 
-    /// Drains the server at SIGTERM, SIGINT, SIGHUP (unless it is ignored), SIGUSR1 and SIGUSR2 from
-    /// now on. A second SIGTERM or SIGINT, at least two seconds later, also ends the open requests.
-    /// Calling this again does nothing.
+    /// Drains the server at SIGTERM, SIGINT, SIGHUP (unless it is ignored), SIGUSR1 and SIGUSR2
+    /// from now on. A second SIGTERM or SIGINT, at least two seconds later, also ends the open
+    /// requests. Calling this again does nothing.
     ///
     /// # Errors
     ///

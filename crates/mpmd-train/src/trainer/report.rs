@@ -159,7 +159,8 @@ pub(super) struct ReportArrays {
 #[derive(Clone, Debug)]
 pub(super) struct ProcessReport {
     pub(super) stop: StopFlag,
-    /// True while SIGTERM, SIGUSR1 and SIGUSR2 ask only this process to leave the job, which may go on.
+    /// True while SIGTERM, SIGUSR1 and SIGUSR2 ask only this process to leave the job, which may go
+    /// on.
     pub(super) leaves: bool,
     /// The time when the trainer was created.
     pub(super) start: Instant,

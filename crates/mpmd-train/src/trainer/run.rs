@@ -217,8 +217,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ///
     /// After [`Trainer::resume`] in a job that [shrinks](mpmd_core::OnLoss::Shrink), SIGTERM,
     /// SIGUSR1 and SIGUSR2 end only the process that gets them, two commits later. The other
-    /// processes continue: schedulers send these signals before they take a machine away. If all processes
-    /// get such a signal, the training stops.
+    /// processes continue: schedulers send these signals before they take a machine away. If all
+    /// processes get such a signal, the training stops.
     ///
     /// # Errors
     ///
