@@ -333,10 +333,11 @@ pub mod launch {
     //! to its job, and a [`DryRunEnv`] for `mpmd check`. [`read_secret`] reads the file of a user's
     //! secret, from which a token can be made; [`read_private`] any file that only its user may
     //! read. [`printable`] escapes the control characters of a text for a terminal.
+    //! [`stop_signals`] are the signals that ask a program to end in order.
 
     pub use mpmd_launch::{
         DryRunEnv, JobEnv, JobFailure, JobOutcome, Launch, LaunchError, OutputMode, device_kinds,
-        printable, read_private, read_secret, variables,
+        printable, read_private, read_secret, stop_signals, variables,
     };
     pub use mpmd_rendezvous::{RendezvousError, Token, TokenError};
 }

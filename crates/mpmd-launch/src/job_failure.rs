@@ -169,7 +169,7 @@ impl fmt::Display for ExitKind {
 
 /// Returns the name of a signal that ends processes, or `None` for other signals.
 pub(super) fn signal_name(number: i32) -> Option<&'static str> {
-    const NAMES: [(Signal, &str); 12] = [
+    const NAMES: [(Signal, &str); 13] = [
         (Signal::HUP, "SIGHUP"),
         (Signal::INT, "SIGINT"),
         (Signal::QUIT, "SIGQUIT"),
@@ -180,6 +180,7 @@ pub(super) fn signal_name(number: i32) -> Option<&'static str> {
         (Signal::KILL, "SIGKILL"),
         (Signal::USR1, "SIGUSR1"),
         (Signal::SEGV, "SIGSEGV"),
+        (Signal::USR2, "SIGUSR2"),
         (Signal::PIPE, "SIGPIPE"),
         (Signal::TERM, "SIGTERM"),
     ];

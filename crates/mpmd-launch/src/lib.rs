@@ -55,7 +55,7 @@ pub use loopback::reach_loopback;
 pub use mpmd_base::variables;
 pub use output::printable;
 #[doc(hidden)]
-pub use signals::{is_ignored, stop_name};
+pub use signals::{stop_name, stop_signals};
 #[doc(hidden)]
 pub use spawn::{DEFAULT_PEER_TIMEOUT, EXEC};
 pub use spawn::{Launch, OutputMode, adopt, guard};

@@ -1,10 +1,12 @@
 //! Signals to the launcher, as events of its job.
 
+use std::future::poll_fn;
 use std::sync::mpsc::Sender;
+use std::task::Poll;
 use std::thread::JoinHandle;
 
 use rustix::process::Signal;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal as SignalListener, SignalKind, signal};
 use tokio::sync::oneshot;
 
 use super::error::LaunchError;
@@ -15,7 +17,7 @@ use super::job_failure::signal_name;
 pub(super) enum JobEvent {
     /// A process has ended. The number is its position in the order of starts.
     Ended(usize),
-    /// SIGINT, SIGTERM, SIGHUP or SIGUSR1: a request to end this process.
+    /// One of [`stop_signals`]: a request to end this process.
     Signal(Signal),
     /// SIGTSTP, which Ctrl-Z sends: a request to stop the job for a while.
     Stop,
@@ -34,9 +36,29 @@ pub fn stop_name(signal: i32) -> &'static str {
     }
 }
 
-/// True if this process ignores the signal with this number, for example SIGHUP after a start by
-/// `nohup`. A handler would then go against the user's wish.
-pub fn is_ignored(signal: i32) -> bool {
+/// Signals that ask a program to end in order. Terminals, service managers and schedulers send
+/// them.
+const STOP_SIGNALS: [Signal; 5] = [
+    Signal::INT,
+    Signal::TERM,
+    Signal::HUP,
+    Signal::USR1,
+    Signal::USR2,
+];
+
+/// Returns the numbers of the signals that ask this process to end in order: SIGINT, SIGTERM,
+/// SIGHUP, SIGUSR1 and SIGUSR2. SIGHUP is left out if this process ignores it, as after a start by
+/// `nohup`.
+pub fn stop_signals() -> Vec<i32> {
+    let heard = STOP_SIGNALS
+        .into_iter()
+        .filter(|signal| *signal != Signal::HUP || !is_ignored(signal.as_raw()));
+    heard.map(Signal::as_raw).collect()
+}
+
+/// True if this process ignores the signal with this number. A handler would then go against the
+/// user's wish.
+fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
@@ -61,14 +83,13 @@ impl SignalForwarder {
         let inside = runtime.enter();
         let listen = |kind| signal(kind).map_err(failed);
         let other = |signal: Signal| SignalKind::from_raw(signal.as_raw());
-        let hears_hang_up = !is_ignored(Signal::HUP.as_raw());
-        let mut interrupt = listen(SignalKind::interrupt())?;
-        let mut terminate = listen(SignalKind::terminate())?;
-        let mut user = listen(SignalKind::user_defined1())?;
-        let mut hang_up = match hears_hang_up {
-            true => Some(listen(SignalKind::hangup())?),
-            false => None,
-        };
+        let heard = stop_signals();
+        let mut asked = Vec::new();
+        for signal in STOP_SIGNALS {
+            if heard.contains(&signal.as_raw()) {
+                asked.push((signal, listen(other(signal))?));
+            }
+        }
         let mut stop_asked = listen(other(Signal::TSTP))?;
         let mut continued = listen(other(Signal::CONT))?;
         drop(inside);
@@ -79,10 +100,7 @@ impl SignalForwarder {
                     // `biased` keeps the order: a stop comes before the SIGCONT that ended it.
                     biased;
                     _ = &mut stopped => break,
-                    Some(()) = interrupt.recv() => JobEvent::Signal(Signal::INT),
-                    Some(()) = terminate.recv() => JobEvent::Signal(Signal::TERM),
-                    Some(()) = user.recv() => JobEvent::Signal(Signal::USR1),
-                    Some(()) = received(&mut hang_up) => JobEvent::Signal(Signal::HUP),
+                    signal = received(&mut asked) => JobEvent::Signal(signal),
                     Some(()) = stop_asked.recv() => JobEvent::Stop,
                     Some(()) = continued.recv() => JobEvent::Continue,
                 };
@@ -103,12 +121,16 @@ impl SignalForwarder {
     }
 }
 
-/// Waits for a signal. Without a listener, waits forever.
-async fn received(listener: &mut Option<tokio::signal::unix::Signal>) -> Option<()> {
-    match listener {
-        Some(listener) => listener.recv().await,
-        None => std::future::pending().await,
-    }
+/// Waits for one of these signals. If there are several, returns the first of them in the list.
+async fn received(listeners: &mut [(Signal, SignalListener)]) -> Signal {
+    poll_fn(|cx| {
+        let mut all = listeners.iter_mut();
+        let found = all.find_map(|(signal, listener)| {
+            matches!(listener.poll_recv(cx), Poll::Ready(Some(()))).then_some(*signal)
+        });
+        found.map_or(Poll::Pending, Poll::Ready)
+    })
+    .await
 }
 
 impl Drop for SignalForwarder {

@@ -53,7 +53,7 @@ impl JobOutcome {
 impl Launch {
     /// Starts the job's processes and blocks until all of them and their children have ended.
     ///
-    /// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the processes, except a SIGINT or SIGTERM
+    /// Forwards [`stop_signals`](crate::stop_signals) to the processes, except a SIGINT or SIGTERM
     /// within two seconds of another one. From then on these signals alone no longer end this
     /// process. SIGHUP stays ignored if it is, as under `nohup`.
     ///

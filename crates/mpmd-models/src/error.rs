@@ -54,6 +54,14 @@ pub enum DivisionError {
         /// The bytes that each device of the stage has.
         limit: u64,
     },
+    /// The model has fewer layers or positions than a setting asks for.
+    #[error("{why}")]
+    ModelSize {
+        /// The setting: `stages` or `positions`, as in [`Stages::new`](crate::Stages::new).
+        setting: &'static str,
+        /// The error, which names the file and its key.
+        why: Box<Error>,
+    },
     /// The files of the model do not fit the division, or cannot be read.
     #[error(transparent)]
     Model(#[from] Error),
@@ -62,6 +70,7 @@ pub enum DivisionError {
 impl From<DivisionError> for Error {
     fn from(error: DivisionError) -> Self {
         match error {
+            DivisionError::ModelSize { why, .. } => *why,
             DivisionError::Model(error) => error,
             other => Self::Environment(other.to_string()),
         }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use anyhow::{Context as _, anyhow, ensure};
 use mpmd::job::at_least;
 use mpmd_base::parse_bytes;
-use mpmd_models::{Division, DivisionError, HeldBytes, InvalidSetting, Stages};
+use mpmd_models::{Division, DivisionError, Folder, HeldBytes, InvalidSetting, Stages};
 
 /// Arguments that divide a model over stages and devices.
 #[derive(Clone, Debug, clap::Args)]
@@ -43,6 +43,34 @@ impl DivisionArgs {
         }
     }
 
+    /// Returns the option that gives the number of stages.
+    pub(crate) fn stages_option(&self) -> &'static str {
+        if self.cut.is_empty() {
+            "--stages"
+        } else {
+            "--cut"
+        }
+    }
+
+    /// Cuts a model into the stages of these arguments, for sequences of up to `positions` tokens. The
+    /// option `positions_option` gives that number.
+    ///
+    /// # Errors
+    ///
+    /// As for [`stages_of`].
+    pub(crate) fn stages_of(
+        &self,
+        folder: &Folder,
+        positions: usize,
+        positions_option: &'static str,
+    ) -> anyhow::Result<Stages> {
+        let options = SizeOptions {
+            stages: self.stages_option(),
+            positions: positions_option,
+        };
+        stages_of(folder, self.stages(), positions, options)
+    }
+
     /// Returns the division that the arguments request.
     pub(crate) fn division(&self) -> Division {
         Division {
@@ -64,11 +92,42 @@ impl DivisionArgs {
     }
 }
 
+/// The options with which a user gives the sizes of [`Stages::new`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SizeOptions {
+    pub stages: &'static str,
+    pub positions: &'static str,
+}
+
+/// Divides the layers of a model over stages, for sequences of up to `positions` tokens.
+///
+/// # Errors
+///
+/// If the model has fewer layers or positions. The message names the option.
+pub(crate) fn stages_of(
+    folder: &Folder,
+    stages: usize,
+    positions: usize,
+    options: SizeOptions,
+) -> anyhow::Result<Stages> {
+    Stages::new(folder, stages, positions).map_err(|error| match error {
+        DivisionError::ModelSize { setting, why } => {
+            let option = match setting {
+                "stages" => options.stages,
+                _ => options.positions,
+            };
+            anyhow!("{option}: {why}")
+        }
+        other => named(other),
+    })
+}
+
 /// Returns the error with the option at fault named as users write it.
 pub(crate) fn named(error: DivisionError) -> anyhow::Error {
     match error {
         DivisionError::Setting(invalid) => named_option(&invalid),
         DivisionError::Memory { .. } => anyhow!("--{error}"),
+        DivisionError::ModelSize { why, .. } => (*why).into(),
         DivisionError::Model(error) => error.into(),
     }
 }

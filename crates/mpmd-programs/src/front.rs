@@ -28,7 +28,8 @@ pub(crate) struct FrontArgs {
     /// them
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// Serve every client that can connect, without a key
+    /// Serve every client that can connect, without a key; also requests that pages of other
+    /// servers have a browser send
     #[arg(long, conflicts_with = "api_key_file")]
     pub no_auth: bool,
     /// File with a key on each line for the endpoints that control the server: /pause, /resume,
@@ -102,6 +103,9 @@ pub(crate) fn named(error: FrontError) -> anyhow::Error {
             "--host {host}: other hosts can connect, so give --api-key-file FILE, or --no-auth to \
              let everyone in"
         ),
+        FrontError::KeysForAll => {
+            anyhow!("--api-key-file and --no-auth: expected one of them, found both")
+        }
         FrontError::UnreadableKeys { file, why } => {
             let setting = file.setting();
             anyhow!("{}", as_option(setting, &why.to_string()))

@@ -171,7 +171,17 @@ impl GenerateArgs {
         room: usize,
     ) -> anyhow::Result<Stages> {
         let held = HeldBytes::inference(folder, Room::for_one(room), self.dtype.is_half());
-        cut.divide(Stages::new(folder, cut.stages(), positions)?, held)
+        let model = cut.stages_of(folder, positions, self.positions_option())?;
+        cut.divide(model, held)
+    }
+
+    /// Returns the option that decides how many tokens a sequence may have.
+    fn positions_option(&self) -> &'static str {
+        if self.max_len.is_some() {
+            "--max-len"
+        } else {
+            "--tokens"
+        }
     }
 
     /// Returns the tokens of the prompt that the arguments give.
@@ -323,8 +333,9 @@ impl Generation<'_> {
         let most = self.folder.config().positions();
         ensure!(
             positions <= most,
-            "--tokens or --max-len: the model has {most} positions, and {positions} are asked for; \
-             the prompt has {prompt}"
+            "{}: the model has {most} positions, and {positions} are asked for; the prompt has \
+             {prompt}",
+            self.args.positions_option()
         );
         Ok(positions)
     }

@@ -271,7 +271,8 @@ impl<'a> JobServer<'a> {
     ) -> anyhow::Result<Self> {
         let stages = cut.stages();
         // The cut depends on the room for keys and values, and the size of a block on the cut.
-        let undivided = cut.divide(Stages::new(folder, stages, 1)?, HeldBytes::default())?;
+        let undivided = cut.stages_of(folder, 1, "--max-len")?;
+        let undivided = cut.divide(undivided, HeldBytes::default())?;
         let sizes = options.sizes(folder, stages, undivided.block_bytes(), memory)?;
         let mut held = HeldBytes::inference(folder, room(&sizes), options.dtype.is_half());
         if options.changes_weights(settings) {
@@ -279,7 +280,8 @@ impl<'a> JobServer<'a> {
             held.element *= 2;
         }
 
-        let model = cut.divide(Stages::new(folder, stages, sizes.positions)?, held)?;
+        let model = cut.stages_of(folder, sizes.positions, "--max-len")?;
+        let model = cut.divide(model, held)?;
         let model = model.after(usize::from(options.front));
         let meshes = model.meshes(|stage| stage)?;
         let subscribing = options.subscribe.subscribing()?;
@@ -418,8 +420,8 @@ fn room(sizes: &SchedulerSizes) -> Room {
     }
 }
 
-/// Drains the server at SIGTERM and SIGINT from now on. Does nothing on processes without the
-/// front.
+/// Drains the server at [signals](mpmd::launch::stop_signals) from now on. Does nothing on
+/// processes without the front.
 fn catch_signals(own: &Mutex<Option<ServerEnds>>) -> mpmd::Result<()> {
     let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(own) = own.as_mut() else {

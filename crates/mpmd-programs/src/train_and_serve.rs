@@ -29,7 +29,7 @@ use mpmd_serve::{
     Engine, Front, FrontSettings, Model, SchedulerSizes, Serving, ServingTurn, Waker, queue,
 };
 
-use crate::division::DivisionArgs;
+use crate::division::{DivisionArgs, SizeOptions, stages_of};
 use crate::front::{self, FrontArgs, ServerEnds};
 use crate::model;
 use crate::weights::PUBLICATION;
@@ -139,15 +139,23 @@ impl DividedStages {
     fn new(args: &TrainAndServe, folder: &Folder) -> anyhow::Result<Self> {
         let stages = args.cut.stages();
         let most = folder.config().positions().min(POSITIONS);
-        ensure!(args.time <= most, "--time: expected at most {most}");
-        let serving = args
-            .cut
-            .divide(Stages::new(folder, stages, most)?, HeldBytes::default())?;
+        ensure!(
+            args.time <= most,
+            "--time: expected at most {most}, found {}",
+            args.time
+        );
+        // The positions are those of the model at most.
+        let undivided = args.cut.stages_of(folder, most, "--time")?;
+        let serving = args.cut.divide(undivided, HeldBytes::default())?;
         let devices = serving.devices(|stage| stage)?;
 
         // The processes that train follow those that serve.
-        let training =
-            Stages::new(folder, args.training_stages, args.time)?.after(devices.iter().sum());
+        let options = SizeOptions {
+            stages: "--training-stages",
+            positions: "--time",
+        };
+        let training = stages_of(folder, args.training_stages, args.time, options)?;
+        let training = training.after(devices.iter().sum());
         let microbatches = 2 * args.training_stages;
         let schedule = Schedule::one_f_one_b(args.training_stages, microbatches)?;
         let sizes = SchedulerSizes {

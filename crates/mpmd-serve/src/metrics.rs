@@ -84,6 +84,7 @@ pub(crate) struct ServerMetrics {
     prompt_tokens: Counter,
     new_tokens: Counter,
     rejected: Family<Label, Counter>,
+    answers: Family<[(&'static str, u16); 1], Counter>,
     ended: Family<Label, Counter>,
     first: Histogram,
     between: Histogram,
@@ -134,6 +135,7 @@ impl ServerMetrics {
 
         let rejected = Family::default();
         let ended = Family::default();
+        let answers = Family::default();
         registry.register(
             "requests_rejected",
             "Requests that were refused",
@@ -144,6 +146,7 @@ impl ServerMetrics {
             "Requests by the way they ended",
             ended.clone(),
         );
+        registry.register("answers", "Answers by their HTTP status", answers.clone());
 
         let times = [
             (
@@ -169,6 +172,7 @@ impl ServerMetrics {
             prompt_tokens,
             new_tokens,
             rejected,
+            answers,
             ended,
             first,
             between,
@@ -182,6 +186,10 @@ impl ServerMetrics {
 
     pub(crate) fn refuse(&self, reason: &'static str) {
         self.rejected.get_or_create(&[("reason", reason)]).inc();
+    }
+
+    pub(crate) fn count_answer(&self, status: u16) {
+        self.answers.get_or_create(&[("status", status)]).inc();
     }
 
     pub(crate) fn start(&self, tokens: usize, queued: Duration) {

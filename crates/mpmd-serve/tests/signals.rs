@@ -7,7 +7,13 @@ use mpmd_serve::{Front, FrontSettings, Model, ServerPhase, queue};
 use rustix::process::{Signal, getpid, kill_process};
 
 #[test]
-fn sigterm_drains_the_server() {
+fn signals_drain_the_server() {
+    for signal in [Signal::TERM, Signal::HUP, Signal::USR1, Signal::USR2] {
+        drains_at(signal);
+    }
+}
+
+fn drains_at(signal: Signal) {
     let settings = FrontSettings {
         port: 0,
         ..FrontSettings::default()
@@ -17,7 +23,7 @@ fn sigterm_drains_the_server() {
     let (queue, arrivals) = queue(settings.waiting);
     let front = Front::start(&settings, model, queue.clone()).unwrap();
     arrivals.open();
-    kill_process(getpid(), Signal::TERM).unwrap();
+    kill_process(getpid(), signal).unwrap();
     front.join();
     assert!(queue.phase() == ServerPhase::Draining && arrivals.is_over());
 }

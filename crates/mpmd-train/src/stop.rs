@@ -1,14 +1,14 @@
-//! Ends a training on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 after its current step.
+//! Ends a training on Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 after its current step.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use mpmd_base::{StopRequest, StopRequests};
-use mpmd_core::launch::is_ignored;
 pub use mpmd_core::launch::stop_name;
+use mpmd_core::launch::stop_signals;
 use mpmd_core::{ProcessId, Program, Result};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::register_usize;
 use signal_hook::iterator::Signals;
 
@@ -18,9 +18,10 @@ pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
     /// Returns the flag of this process's signals. The first call installs handlers for the whole
-    /// process: from then on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 sets the flag. A second Ctrl-C or
-    /// SIGTERM, at least two seconds after the first, ends the process at once. Schedulers send
-    /// SIGUSR1 before the end of a job's time. SIGHUP stays ignored under `nohup`.
+    /// process: from then on Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 sets the flag. A second
+    /// Ctrl-C or SIGTERM, at least two seconds after the first, ends the process at once.
+    /// Schedulers send SIGUSR1 or SIGUSR2 before the end of a job's time. SIGHUP stays ignored
+    /// under `nohup`.
     ///
     /// All calls return the same flag. So a signal in an epoch of a job that
     /// [recovers](mpmd_core::RecoveringBuilder) stops the training in the next one too.
@@ -43,14 +44,13 @@ impl StopFlag {
     /// Installs signal handlers that set this flag. Starts a thread that ends the process on a
     /// second Ctrl-C or SIGTERM.
     fn watch(&self) -> std::io::Result<()> {
-        // Not the other two: a closed terminal sends SIGHUP twice, and the save takes time.
+        // Not the others: a closed terminal sends SIGHUP twice, and the save takes time.
         let ending = Signals::new([SIGINT, SIGTERM])?;
         std::thread::Builder::new()
             .name("mpmd-stop".to_owned())
             .spawn(move || end_on_second_request(ending))?;
         // A shell without job control starts its background jobs with an ignored SIGINT.
-        let hang_up = Some(SIGHUP).filter(|signal| !is_ignored(*signal));
-        for signal in [SIGINT, SIGTERM, SIGUSR1].into_iter().chain(hang_up) {
+        for signal in stop_signals() {
             register_usize(signal, self.0.clone(), signal.unsigned_abs() as usize)?;
         }
         Ok(())
@@ -85,15 +85,15 @@ impl StopFlag {
     }
 }
 
-/// Makes this process ignore Ctrl-C, SIGTERM and SIGUSR1 from now on. Process 0 of the job handles
-/// them and informs the other processes. A launcher passes such a signal on to all processes, and
-/// later kills processes that have not ended.
+/// Makes this process ignore the [signals that ask it to end](stop_signals) from now on. Process 0
+/// of the job handles them and informs the other processes. A launcher passes such a signal on to
+/// all processes, and later kills processes that have not ended.
 ///
 /// # Errors
 ///
 /// If the system rejects the handlers.
 pub fn leave_signals_to_process_0() -> std::io::Result<()> {
-    for signal in [SIGINT, SIGTERM, SIGUSR1] {
+    for signal in stop_signals() {
         register_usize(signal, Arc::default(), 0)?;
     }
     Ok(())
@@ -117,6 +117,7 @@ pub fn exit_code(signal: i32) -> u8 {
 
 #[cfg(test)]
 mod tests {
+    use signal_hook::consts::{SIGHUP, SIGUSR1, SIGUSR2};
     use signal_hook::low_level::raise;
 
     use super::*;
@@ -128,7 +129,7 @@ mod tests {
         assert!(!flag.is_set() && flag.agree(&mut program).unwrap().is_none());
         // The handler has run when `raise` returns.
         for signal in [
-            SIGHUP, SIGHUP, SIGUSR1, SIGUSR1, SIGTERM, SIGTERM, SIGHUP, SIGUSR1,
+            SIGHUP, SIGHUP, SIGUSR1, SIGUSR1, SIGUSR2, SIGTERM, SIGTERM, SIGHUP, SIGUSR1,
         ] {
             raise(signal).unwrap();
             assert_eq!(flag.signal(), Some(signal));

@@ -6,7 +6,7 @@
 //! cargo run --release --bin train_gpt -- --stages 2 --processes 2 --steps 100 ~/notes README.md
 //! ```
 //!
-//! Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the program after the current step of training,
+//! Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end the program after the current step of training,
 //! evaluation or sampling. It saves the checkpoint of `--save` and the file of `--losses-out`. Its
 //! exit code is then 128 plus the signal's number.
 
@@ -136,8 +136,8 @@ struct Args {
     losses_out: Option<PathBuf>,
     /// Go on when a process is lost: its place goes to a spare, or the processes that are left take
     /// over its devices, or the stages are cut anew for them. It continues from the last step that
-    /// two processes have of each region, and takes in processes that come later. SIGTERM and
-    /// SIGUSR1 end one process in order
+    /// two processes have of each region, and takes in processes that come later. SIGTERM,
+    /// SIGUSR1 and SIGUSR2 end one process in order
     #[arg(long, conflicts_with = "seconds")]
     elastic: bool,
     /// Memory of a process for parameters, gradients and the optimiser's state, as in 8GiB: with

@@ -82,6 +82,7 @@ programs! {
     Once server::block_filled_twice,
     Once server::other_pass_on_each_process,
     Once server::skipped_position,
+    Once server::slot_twice,
     Once server::stops_by_itself,
     Once server::token_without_a_row,
     Once server::version_on_one_process,

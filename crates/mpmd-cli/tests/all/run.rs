@@ -261,6 +261,7 @@ fn signals_are_forwarded_and_may_end_a_job_well() {
         (Signal::TERM, "TERM"),
         (Signal::HUP, "HUP"),
         (Signal::USR1, "USR1"),
+        (Signal::USR2, "USR2"),
     ] {
         let script = format!(
             "trap 'echo heard; exit 0' {name}; echo ready; while [ $((i += 1)) -lt 600 ]; do \

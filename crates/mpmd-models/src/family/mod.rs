@@ -24,7 +24,7 @@ use std::path::Path;
 
 use mpmd::Result;
 use mpmd::candle::nn::Activation;
-use mpmd::train::tensors::read_regular;
+use mpmd::train::tensors::{read_json, read_regular};
 use serde_json::{Map, Value};
 
 use crate::config::{
@@ -95,7 +95,7 @@ pub(crate) fn read(file: &Path) -> Result<(&'static Family, ModelConfig)> {
     let text =
         read_regular(file, LARGEST_FILE).map_err(|why| unexpected(file, "", EXPECTED, why))?;
     let map: Map<String, Value> =
-        serde_json::from_slice(&text).map_err(|why| unexpected(file, "", EXPECTED, why))?;
+        read_json(&text).map_err(|why| unexpected(file, "", EXPECTED, why))?;
     let keys = ConfigKeys::new(file, map);
     let names: Vec<String> = FAMILIES
         .iter()

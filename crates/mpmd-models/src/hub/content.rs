@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use mpmd::random::Key;
-use mpmd::train::tensors::file_note;
+use mpmd::train::tensors::{file_note, read_json};
 use mpmd::{Error, Fact, Result};
 use serde_json::Value;
 
@@ -153,7 +153,7 @@ fn group(name: &str) -> String {
 /// not by their bytes.
 fn hash_file(name: &str, bytes: &[u8]) -> u64 {
     let settings = match name {
-        CONFIG | GENERATION => serde_json::from_slice::<Value>(bytes).ok(),
+        CONFIG | GENERATION => read_json::<Value>(bytes).ok(),
         _ => None,
     };
 

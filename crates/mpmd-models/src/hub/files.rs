@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use mpmd::train::tensors::{TensorFile, read_regular, refuse_pointer};
+use mpmd::train::tensors::{TensorFile, read_json, read_regular, refuse_pointer};
 use mpmd::{Error, Result};
 use serde::Deserialize;
 
@@ -146,8 +146,8 @@ pub(crate) fn find(folder: &Path) -> Result<FolderTensors> {
     let text = checked(folder, INDEX, LARGEST_FILE)
         .and_then(|path| read_regular(&path, LARGEST_FILE))
         .map_err(|why| unexpected(folder, "", expected, why))?;
-    let Index { weight_map } = serde_json::from_slice(&text)
-        .map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
+    let Index { weight_map } =
+        read_json(&text).map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
 
     let mut opened = BTreeMap::<&str, TensorFile>::new();
     let mut files = BTreeMap::new();

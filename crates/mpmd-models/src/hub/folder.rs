@@ -12,7 +12,7 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::random::Key;
 use mpmd::region::Region;
 use mpmd::sharding::Sharding;
-use mpmd::train::tensors::{TensorFile, read_regular};
+use mpmd::train::tensors::{TensorFile, read_json, read_regular};
 use mpmd::{Error, Fact, MpmdArray, Program, Result};
 use serde_json::{Map, Value};
 
@@ -313,7 +313,7 @@ impl Folder {
             )
         };
         let bytes = self.small(GENERATION).map_err(|why| failed(&why))?;
-        serde_json::from_slice(&bytes).map_err(|why| failed(&why))
+        read_json(&bytes).map_err(|why| failed(&why))
     }
 
     /// Returns the tokens that end a text: from `generation_config.json`, or else from
@@ -356,7 +356,7 @@ impl Folder {
         let failed =
             |why: &dyn Display| unexpected(&self.path.join(CONFIG), "", config::EXPECTED, why);
         let bytes = self.small(CONFIG).map_err(|why| failed(&why))?;
-        serde_json::from_slice(&bytes).map_err(|why| failed(&why))
+        read_json(&bytes).map_err(|why| failed(&why))
     }
 
     /// Returns the path of the folder.

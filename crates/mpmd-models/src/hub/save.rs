@@ -8,7 +8,7 @@ use mpmd::aval::{DType, f32s};
 use mpmd::candle::{Result as CandleResult, Tensor, function};
 use mpmd::pipeline::Pipeline;
 use mpmd::sharding::Sharding;
-use mpmd::train::tensors;
+use mpmd::train::tensors::{self, read_json};
 use mpmd::tree::Tree;
 use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 use serde_json::{Map, Value, json};
@@ -283,8 +283,8 @@ fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
         }
 
         if *name == CONFIG {
-            let mut map: Map<String, Value> = serde_json::from_slice(&bytes)
-                .map_err(|why| unexpected(&path, "", &cannot, why))?;
+            let mut map: Map<String, Value> =
+                read_json(&bytes).map_err(|why| unexpected(&path, "", &cannot, why))?;
             let key = "tie_word_embeddings";
             let is_tied = from.config().tie_word_embeddings;
             if map.get(key).is_some_and(|value| *value != is_tied) {

@@ -58,8 +58,11 @@ impl From<Unchosen> for Choice {
 }
 
 impl Choice {
-    pub(crate) fn write(&self, words: &mut [u32]) {
-        words.fill(NONE);
+    /// Writes the choice for a slot to a row of the choices of a pass.
+    pub(crate) fn write(&self, slot: u32, row: &mut [u32]) {
+        row.fill(NONE);
+        row[0] = slot;
+        let words = &mut row[1..];
         words[0] = match self.token {
             Ok(token) => token,
             Err(Unchosen::NotFinite) => NOT_FINITE,
@@ -72,9 +75,10 @@ impl Choice {
         }
     }
 
-    /// Reads a choice from the words that [`write`](Self::write) wrote. `None` if the pass chose
-    /// nothing.
-    pub(crate) fn read(words: &[u32]) -> Option<Self> {
+    /// Reads a slot and its choice from the row that [`write`](Self::write) wrote. `None` for a row
+    /// without a choice.
+    pub(crate) fn read(row: &[u32]) -> Option<(u32, Self)> {
+        let (slot, words) = row.split_first()?;
         debug_assert_eq!(words.len(), CHOICE);
         let token = read_token(words[0])?;
         let (tokens, logprobs) = words[2..].split_at(TOP);
@@ -83,13 +87,14 @@ impl Choice {
             .zip(logprobs)
             .take_while(|(token, _)| **token != NONE);
 
-        Some(Self {
+        let choice = Self {
             token,
             logprob: Some(f32::from_bits(words[1])).filter(|logprob| !logprob.is_nan()),
             top: top
                 .map(|(token, bits)| (*token, f32::from_bits(*bits)))
                 .collect(),
-        })
+        };
+        Some((*slot, choice))
     }
 }
 
@@ -189,6 +194,7 @@ fn logprobs(logits: &[f32], token: u32, top: usize) -> (f32, Vec<(u32, f32)>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::inference::pass::CHOICE_ROW;
     use crate::inference::sample::Sampling;
 
     fn begin(prompt: u32, top: Option<u32>) -> NewSequence {
@@ -216,11 +222,11 @@ mod tests {
             Choice::from(Unchosen::OutOfOrder),
         ];
         for choice in all {
-            let mut words = [5; CHOICE];
-            choice.write(&mut words);
-            assert_eq!(Choice::read(&words), Some(choice));
+            let mut row = [5; CHOICE_ROW];
+            choice.write(9, &mut row);
+            assert_eq!(Choice::read(&row), Some((9, choice)));
         }
-        assert_eq!(Choice::read(&[NONE; CHOICE]), None);
+        assert_eq!(Choice::read(&[NONE; CHOICE_ROW]), None);
     }
 
     #[test]

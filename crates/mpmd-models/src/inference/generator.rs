@@ -91,7 +91,7 @@ impl Generator {
             let Some(chosen) = &choices else { break };
             let read = || {
                 let all = self.inference.read(chosen)?.unwrap_or_default();
-                let choice = all.into_iter().flatten().next();
+                let choice = all.into_values().next();
                 Ok(choice.map_or(Err(Unchosen::OutOfOrder), |choice| choice.token))
             };
             let next = p.broadcast_value(self.inference.owner(), Ok(0), read)?;

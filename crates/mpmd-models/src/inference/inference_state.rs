@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use crate::decoder::devices::DeviceDivision;
 use crate::decoder::{Caches, Decoder};
 use crate::inference::choice::{SequenceHistory, Unchosen, read_token};
-use crate::inference::pass::{CHOICE, InferencePass, NONE};
+use crate::inference::pass::{CHOICE_ROW, InferencePass, NONE, choice_rows};
 use crate::inference::stage_times::StageClock;
 
 /// The state of an inference stage on one device: caches, tokens and sequences.
@@ -59,11 +59,13 @@ impl InferenceState {
     ) -> CandleResult<Tensor> {
         let last = cx
             .side("last")?
-            .narrow(1, 0, 1)?
+            .narrow(1, 0, 2)?
             .flatten_all()?
             .to_vec1::<u32>()?;
-        for (known, last) in self.last.iter_mut().zip(last) {
-            if let Some(last) = read_token(last) {
+        for row in last.chunks_exact(2) {
+            // A row without a choice has no slot.
+            let known = self.last.get_mut(row[0] as usize);
+            if let (Some(known), Some(last)) = (known, read_token(row[1])) {
                 // A sequence without a token has failed, and its results are not used.
                 *known = last.unwrap_or(0);
             }
@@ -91,16 +93,16 @@ impl InferenceState {
         cx: &Cx<'_>,
     ) -> CandleResult<Tensor> {
         self.note(pass);
-        let sequences = self.histories.len();
+        let shape = (choice_rows(self.histories.len()), CHOICE_ROW);
         let SampledRows { mut rows, slots } = SampledRows::of(pass);
         // All devices call the same collectives.
         if rows.is_empty() && over != DeviceDivision::ONE && pass.tokens() > 0 {
             rows.push(0);
         }
 
-        let mut choices = vec![NONE; sequences * CHOICE];
+        let mut choices = vec![NONE; shape.0 * shape.1];
         if rows.is_empty() {
-            return Tensor::from_vec(choices, (sequences, CHOICE), x.device());
+            return Tensor::from_vec(choices, shape, x.device());
         }
 
         let count = rows.len();
@@ -111,34 +113,36 @@ impl InferenceState {
             .to_dtype(candle_core::DType::F32)?;
         let tokens = logits.dim(1)?;
         let logits = logits.flatten_all()?.to_vec1::<f32>()?;
-        let mut logits_of = vec![None; sequences];
-        for (slot, logits) in slots.into_iter().zip(logits.chunks_exact(tokens)) {
-            if let Some(of_place) = logits_of.get_mut(slot) {
-                *of_place = Some(logits);
-            }
-        }
-
-        self.choose(&logits_of, &mut choices);
-        Tensor::from_vec(choices, (sequences, CHOICE), x.device())
+        let logits: Vec<&[f32]> = logits.chunks_exact(tokens).collect();
+        self.choose(&slots, &logits, &mut choices);
+        Tensor::from_vec(choices, shape, x.device())
     }
 
-    /// Chooses a token for each slot that has logits, on the threads of this device. Writes the
-    /// choices to `choices` as words.
-    fn choose(&mut self, logits_of: &[Option<&[f32]>], choices: &mut [u32]) {
-        let places = self
-            .histories
-            .par_iter_mut()
-            .zip(choices.par_chunks_exact_mut(CHOICE));
-        places
-            .zip(logits_of)
-            .for_each(|((history, words), logits)| {
-                let Some(logits) = logits else { return };
+    /// Chooses a token for each of `slots`, on the threads of this device. `logits` has a row for
+    /// each of them. Writes the choices to the rows of `choices`. Takes no time for other slots.
+    fn choose(&mut self, slots: &[usize], logits: &[&[f32]], choices: &mut [u32]) {
+        let taken = slots
+            .iter()
+            .map(|slot| self.histories.get_mut(*slot).and_then(Option::take));
+        let mut histories: Vec<Option<SequenceHistory>> = taken.collect();
+
+        let rows = choices.par_chunks_exact_mut(CHOICE_ROW);
+        let sampled = histories.par_iter_mut().zip(slots).zip(logits);
+        sampled
+            .zip(rows)
+            .for_each(|(((history, slot), logits), row)| {
                 let choice = match history {
                     Some(history) => history.choose(logits),
                     None => Unchosen::OutOfOrder.into(),
                 };
-                choice.write(words);
+                choice.write(*slot as u32, row);
             });
+
+        for (slot, history) in slots.iter().zip(histories) {
+            if let Some(place) = self.histories.get_mut(*slot) {
+                *place = history;
+            }
+        }
     }
 
     /// Appends the tokens of a pass to their sequences, and creates the new sequences.

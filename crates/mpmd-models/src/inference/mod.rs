@@ -32,7 +32,9 @@ use mpmd_base::block::{now, since};
 
 use crate::division::costs::Room;
 use crate::inference::choice::Choice;
-use crate::inference::pass::{CHOICE, InferencePass, NONE, PassChunk, PassForm, PassForms};
+use crate::inference::pass::{
+    CHOICE_ROW, InferencePass, NONE, PassChunk, PassForm, PassForms, choice_rows,
+};
 use crate::inference::stage_loader::{StageEnds, StageLoader};
 use crate::inference::stage_times::{StageTimes, TIMES};
 use crate::inference::versions::{
@@ -312,8 +314,8 @@ impl Inference {
     /// # Errors
     ///
     /// If the pass has too many tokens or words. If a chunk has a slot, a position, a block or a
-    /// token that the model lacks, or two chunks write to one block. Every process gets this error,
-    /// and nothing is issued.
+    /// token that the model lacks, or two chunks have one slot or write to one block. Every process
+    /// gets this error, and nothing is issued.
     ///
     /// If processes give different passes, their programs have diverged. A chunk that does not
     /// continue its sequence is no error: the sequence gets an [`Unchosen`](crate::Unchosen).
@@ -373,7 +375,14 @@ impl Inference {
                 }
             }
         }
-        Ok(())
+
+        let mut slots = BTreeSet::new();
+        match pass.chunks.iter().find(|chunk| !slots.insert(chunk.slot)) {
+            None => Ok(()),
+            Some(PassChunk { slot, .. }) => Err(Error::kernel(format!(
+                "a pass with two chunks for place {slot}: one sequence has one chunk in a pass"
+            ))),
+        }
     }
 
     /// Checks the slot, the positions, the blocks and the tokens of a chunk.
@@ -398,18 +407,19 @@ impl Inference {
         self.check_tokens(&chunk.given)
     }
 
-    /// Waits for the choices of a pass, and returns one for each slot: `None` if nothing was chosen
-    /// for the slot. Returns `None` on processes other than the [owner](Self::owner).
+    /// Waits for the choices of a pass, and returns them by slot. Returns `None` on processes other
+    /// than the [owner](Self::owner).
     ///
     /// # Errors
     ///
     /// If the pass failed.
-    pub fn read(&self, choices: &Choices) -> Result<Option<Vec<Option<Choice>>>> {
+    pub fn read(&self, choices: &Choices) -> Result<Option<BTreeMap<u32, Choice>>> {
         let Some(host) = choices.read.to_host()? else {
             return Ok(None);
         };
         let words = host.to_vec::<u32>()?;
-        Ok(Some(words.chunks_exact(CHOICE).map(Choice::read).collect()))
+        let rows = words.chunks_exact(CHOICE_ROW);
+        Ok(Some(rows.filter_map(Choice::read).collect()))
     }
 
     /// Issues operations that send the times of all stages to the [owner](Self::owner), after the
@@ -478,7 +488,10 @@ impl Inference {
         let first = &self.meshes[0];
         let last = match last {
             Some(last) => last.first.clone(),
-            None => array(first, &[self.room.sequences, CHOICE], |_, to| to.fill(NONE))?,
+            None => {
+                let rows = choice_rows(self.room.sequences);
+                array(first, &[rows, CHOICE_ROW], |_, to| to.fill(NONE))?
+            }
         };
         sides[0].insert("last".to_owned(), last);
 

@@ -57,6 +57,8 @@ pub const TOP: usize = 20;
 /// Number of 32-bit words in a choice: the token, the logarithm of its probability, and [`TOP`]
 /// tokens with their logarithms.
 pub(crate) const CHOICE: usize = 2 + 2 * TOP;
+/// Number of words in a row of the choices of a pass: the slot, and the slot's choice.
+pub(crate) const CHOICE_ROW: usize = 1 + CHOICE;
 /// Code for "no token was chosen" in the word of a token.
 pub(crate) const NONE: u32 = u32::MAX;
 
@@ -78,6 +80,12 @@ const BEGIN: usize = 18;
 
 /// The largest number of tokens of a pass.
 pub const MOST_TOKENS: usize = FORMS[FORMS.len() - 1].0;
+
+/// Returns the number of rows in the choices of a pass: the most choices that one pass can make
+/// where the stages have `slots` slots. Each choice needs a token of the pass.
+pub(crate) fn choice_rows(slots: usize) -> usize {
+    slots.min(MOST_TOKENS)
+}
 
 /// Returns the largest sum of [`PassChunk::words`] in one pass, for sequences of up to `positions`
 /// tokens. A single chunk of such a sequence always fits.

@@ -21,7 +21,7 @@ use crate::division::costs::{HeldBytes, Room};
 use crate::division::rules;
 use crate::hub::folder::Folder;
 use crate::inference::inference_state::{DeviceVersion, InferenceState};
-use crate::inference::pass::{CHOICE, InferencePass, NONE};
+use crate::inference::pass::{CHOICE_ROW, InferencePass, NONE, choice_rows};
 use crate::inference::stage_times::StageClock;
 use crate::inference::weight_store::{PackedKey, ReadRegion, WeightSource, WeightStore, held_as};
 use crate::rope::RopeAngles;
@@ -120,7 +120,7 @@ impl StageLoader {
     }
 
     /// Returns the pipeline stage of this loader. The last stage of a model returns the choices,
-    /// `[sequences, CHOICE]`.
+    /// a row for each token that the pass can choose.
     pub(super) fn stage(&self, ends: StageEnds) -> Result<CandleStage<(), Tensor, Tensor>> {
         let loader = self.clone();
         let forward = move |(): &(), x: Tensor, cx: &mut Cx<'_>| match cx.state()? {
@@ -136,7 +136,8 @@ impl StageLoader {
         };
 
         let width = self.folder.config().hidden_size;
-        let choices = ShapedArray::try_new(&[self.room.sequences, CHOICE], DType::U32)?;
+        let choices =
+            ShapedArray::try_new(&[choice_rows(self.room.sequences), CHOICE_ROW], DType::U32)?;
         Ok(stage
             .outputs(move |x| match ends.is_last {
                 true => Ok(choices.clone()),
@@ -192,7 +193,10 @@ impl StageLoader {
         let width = self.folder.config().hidden_size;
         self.probe(x, ends.is_last, cx)?;
         match ends.is_last {
-            true => Tensor::full(NONE, (self.room.sequences, CHOICE), &Device::Cpu),
+            true => {
+                let rows = choice_rows(self.room.sequences);
+                Tensor::full(NONE, (rows, CHOICE_ROW), &Device::Cpu)
+            }
             false => Tensor::zeros((1, form, width), candle_core::DType::F32, &Device::Cpu),
         }
     }

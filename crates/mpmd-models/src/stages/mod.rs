@@ -66,13 +66,16 @@ impl Stages {
     /// # Errors
     ///
     /// If the model has fewer layers than stages, or fewer positions than `positions`.
-    pub fn new(folder: &Folder, stages: usize, positions: usize) -> Result<Self> {
+    pub fn new(folder: &Folder, stages: usize, positions: usize) -> Result<Self, DivisionError> {
         let config = folder.config();
         let file = folder.path().join(CONFIG);
         if config.num_hidden_layers < stages {
             let expected = format!("at least {stages}, the number of stages");
             let key = folder.key("num_hidden_layers");
-            return Err(unexpected(&file, key, expected, config.num_hidden_layers));
+            return Err(DivisionError::ModelSize {
+                setting: "stages",
+                why: unexpected(&file, key, expected, config.num_hidden_layers).into(),
+            });
         }
         let own = config.max_position_embeddings;
         let most = config.positions();
@@ -84,7 +87,10 @@ impl Stages {
                 format!(", scaled to {most}")
             };
             let key = folder.key(POSITIONS);
-            return Err(unexpected(&file, key, expected, format!("{own}{scaled}")));
+            return Err(DivisionError::ModelSize {
+                setting: "positions",
+                why: unexpected(&file, key, expected, format!("{own}{scaled}")).into(),
+            });
         }
 
         let angles = config

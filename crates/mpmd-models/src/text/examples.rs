@@ -9,6 +9,7 @@ use std::sync::Arc;
 use minijinja::Value;
 use minijinja::value::ValueKind;
 use mpmd::train::data::Sequence;
+use mpmd::train::tensors::{JsonError, read_json};
 use mpmd::{Error, Program, Result};
 use tokenizers::Tokenizer;
 
@@ -117,13 +118,7 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
         // Some editors begin a file with a mark of its encoding.
         let line = line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&line);
         if !line.trim_ascii().is_empty() {
-            let no_json = |why: serde_json::Error| {
-                let column = why.column();
-                let why = why.to_string();
-                let why = why.split(" at line ").next().unwrap_or_default().to_owned();
-                reader.wrong(FORMS, format!("no JSON: {why} at column {column}"))
-            };
-            let line: Value = serde_json::from_slice(line).map_err(no_json)?;
+            let line: Value = read_json(line).map_err(|why| reader.no_json(&why))?;
 
             let examples = reader.examples(&line)?;
             let lengths = examples
@@ -164,6 +159,23 @@ struct ExampleReader<'a> {
 impl ExampleReader<'_> {
     fn wrong(&self, expected: impl fmt::Display, found: impl fmt::Display) -> Error {
         unexpected(self.file, &format!("line {}", self.number), expected, found)
+    }
+
+    /// Returns the error for a line that is no JSON. The line's number in the file takes the place
+    /// of its own.
+    fn no_json(&self, why: &JsonError) -> Error {
+        match why {
+            JsonError::RepeatedKey { key, column, .. } => self.wrong(
+                "each key of an object once",
+                format!("{key:?} twice, the second time at column {column}"),
+            ),
+            JsonError::Invalid(why) => {
+                let column = why.column();
+                let why = why.to_string();
+                let why = why.split(" at line ").next().unwrap_or_default();
+                self.wrong(FORMS, format!("no JSON: {why} at column {column}"))
+            }
+        }
     }
 
     /// Returns the examples of a line.

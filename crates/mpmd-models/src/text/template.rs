@@ -8,6 +8,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Output, State, Value, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
+use mpmd::train::tensors::read_json;
 use mpmd::{Error, Result};
 use serde::Serialize as _;
 use serde_json::ser::{Formatter, PrettyFormatter};
@@ -121,9 +122,7 @@ fn settings(folder: &Folder, name: &str) -> Result<Option<serde_json::Value>> {
         )
     };
     let bytes = folder.small(name).map_err(|why| failed(&why))?;
-    serde_json::from_slice(&bytes)
-        .map(Some)
-        .map_err(|why| failed(&why))
+    read_json(&bytes).map(Some).map_err(|why| failed(&why))
 }
 
 /// Returns the source of the template `NAMES[name]`. `None` if the folder has none.

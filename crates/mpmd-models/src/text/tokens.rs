@@ -8,7 +8,9 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::random::Key;
 use mpmd::sharding::Sharding;
 use mpmd::train::data::{SEPARATOR, TextBytes, TokenSource};
+use mpmd::train::tensors::read_json;
 use mpmd::{Error, ProcessId, Program, Result};
+use serde::de::IgnoredAny;
 use tokenizers::{Encoding, ModelWrapper, Tokenizer};
 
 use crate::error::unexpected;
@@ -34,6 +36,7 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
     let json = folder
         .small(TOKENIZER)
         .map_err(|why| unexpected(&file, "", expected, why))?;
+    read_json::<IgnoredAny>(&json).map_err(|why| unexpected(&file, "", expected, why))?;
     let mut tokenizer =
         Tokenizer::from_bytes(json).map_err(|why| unexpected(&file, "", expected, why))?;
     let unset = tokenizer.with_padding(None).with_truncation(None).map(drop);

@@ -360,6 +360,24 @@ fn wrong_lines_are_refused_by_number() {
             "{said}"
         );
     }
+    // A key of an object within the line, too.
+    for (line, key, column) in [
+        (
+            r#"{"prompt": "a", "completion": "b", "prompt": "a"}"#,
+            "prompt",
+            43,
+        ),
+        (
+            r#"{"messages": [{"role": "user", "role": "user"}]}"#,
+            "role",
+            37,
+        ),
+    ] {
+        let said = behind(line);
+        let found = format!("found {key:?} twice, the second time at column {column}");
+        let expected = format!("data.jsonl: line 3: expected each key of an object once, {found}");
+        assert_eq!(said, expected);
+    }
     let said = behind(&chat.to_string());
     assert!(
         said.contains("expected chat_template.jinja, or chat_template in tok"),

@@ -1,8 +1,10 @@
 //! Bad folders: each gives one message with the file, the tensor or key, and both values.
 
+use std::fmt::Display;
 use std::fs;
 use std::path::Path;
 
+use mpmd::Error;
 use mpmd::aval::DType;
 use mpmd_models::{Folder, Stages, tokenizer};
 use serde_json::json;
@@ -16,7 +18,7 @@ fn refused(folder: &Path) -> String {
     without(Folder::open(folder).unwrap_err(), folder)
 }
 
-fn without(error: mpmd::Error, folder: &Path) -> String {
+fn without(error: impl Display, folder: &Path) -> String {
     error
         .to_string()
         .replace(&format!("{}/", folder.display()), "")
@@ -195,6 +197,55 @@ fn wrong_tokenizers_are_refused_by_name() {
         missing.starts_with("tokenizer.json: expected a tokenizer, found No such"),
         "{missing}"
     );
+}
+
+/// Returns the error of `open` for a folder in whose file `name` the object begins with the pair
+/// `more`.
+fn refused_with_pair(
+    folder: &Path,
+    name: &str,
+    more: &str,
+    open: impl Fn(&Folder) -> Result<(), Error>,
+) -> String {
+    let file = folder.join(name);
+    let text = fs::read_to_string(&file).unwrap();
+    fs::write(&file, text.replacen('{', &format!("{{{more}, "), 1)).unwrap();
+    let error = Folder::open(folder).and_then(|folder| open(&folder));
+    fs::write(&file, text).unwrap();
+    without(error.unwrap_err(), folder)
+}
+
+#[test]
+fn repeated_keys_in_files_are_refused_by_name() {
+    let plain = copy("plain");
+    let plain = plain.path();
+    let twice = |name: &str, expected: &str, key: &str| {
+        format!("{name}: expected {expected}, found the key {key:?} twice in an object")
+    };
+
+    let said = refused_with_pair(plain, "config.json", "\"hidden_size\": 64", |_| Ok(()));
+    let expected = twice("config.json", "the config of a model", "hidden_size");
+    assert!(said.starts_with(&expected), "{said}");
+
+    let name = "generation_config.json";
+    let said = refused_with_pair(plain, name, "\"top_k\": 1, \"top_k\": 2", |folder| {
+        folder.end_tokens().map(drop)
+    });
+    let expected = twice(name, "settings of generation", "top_k");
+    assert!(said.starts_with(&expected), "{said}");
+
+    let name = "tokenizer.json";
+    let said = refused_with_pair(plain, name, "\"model\": {}", |folder| {
+        tokenizer(folder).map(drop)
+    });
+    let expected = twice(name, "a tokenizer", "model");
+    assert!(said.starts_with(&expected), "{said}");
+
+    let grouped = copy("grouped");
+    let name = "model.safetensors.index.json";
+    let said = refused_with_pair(grouped.path(), name, "\"weight_map\": {}", |_| Ok(()));
+    let expected = twice(name, "the files of all tensors", "weight_map");
+    assert!(said.starts_with(&expected), "{said}");
 }
 
 #[test]

@@ -36,7 +36,7 @@ impl DividedModel {
         } else {
             HeldBytes::TRAINING
         };
-        let model = cut.divide(Stages::new(source, stages, args.time)?, held)?;
+        let model = cut.divide(cut.stages_of(source, args.time, "--time")?, held)?;
         let model = match &args.start {
             Some(adapter) => model.continue_adapter(adapter, args.seed)?,
             None => model.lora(args.lora(), args.seed),
@@ -57,8 +57,7 @@ impl DividedModel {
     ) -> anyhow::Result<Self> {
         let stages = cut.stages();
         let schedule = args.schedule(stages)?;
-        let model = Stages::new(source, stages, args.time)?;
-        let model = cut.divide(model, HeldBytes::FROZEN)?;
+        let model = cut.divide(cut.stages_of(source, args.time, "--time")?, HeldBytes::FROZEN)?;
         Self::placed(model.packed(is_packed), schedule)
     }
 

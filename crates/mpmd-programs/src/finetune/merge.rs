@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use mpmd::job::JobArgs;
 use mpmd::train::tensors::check_folder;
-use mpmd_models::{Folder, HeldBytes, Stages, merged, save};
+use mpmd_models::{Folder, HeldBytes, merged, save};
 
 use super::train::create_saved_folders;
 use crate::division::DivisionArgs;
@@ -25,7 +25,7 @@ pub(super) fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let stages = cut.stages();
-    let model = cut.divide(Stages::new(source, stages, 1)?, HeldBytes::FROZEN)?;
+    let model = cut.divide(cut.stages_of(source, 1, "--time")?, HeldBytes::FROZEN)?;
     let devices = model.devices(|stage| stage)?;
     let meshes = model.meshes(|stage| stage)?;
     if cut.show_sharding {

@@ -7,7 +7,7 @@ use mpmd::job::{JobArgs, Rejected, at_least};
 use mpmd::train::data::TextBytes;
 use mpmd::{Error, ProcessId};
 use mpmd_models::score::nats_per_token;
-use mpmd_models::{Folder, HeldBytes, Stages, Tokens};
+use mpmd_models::{Folder, HeldBytes, Tokens};
 use serde::Serialize;
 
 use crate::division::DivisionArgs;
@@ -72,7 +72,8 @@ pub(crate) fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let stages = cut.stages();
-    let model = cut.divide(Stages::new(folder, stages, count)?, HeldBytes::FROZEN)?;
+    let model = cut.stages_of(folder, count, "--tokens")?;
+    let model = cut.divide(model, HeldBytes::FROZEN)?;
     let devices = model.devices(|stage| stage)?;
     let meshes = model.meshes(|stage| stage)?;
     if cut.show_sharding {

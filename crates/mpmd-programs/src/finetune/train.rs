@@ -118,7 +118,7 @@ pub(crate) struct TrainArgs {
     /// Go on when a process is lost: its place goes to a spare, or the processes that are left take
     /// over its stages, or the layers are divided anew, within --memory. Processes that come later
     /// are taken in.
-    /// SIGTERM and SIGUSR1 end one process in order
+    /// SIGTERM, SIGUSR1 and SIGUSR2 end one process in order
     #[arg(long, conflicts_with = "publish")]
     pub elastic: bool,
     /// The publication of the weights.

@@ -246,10 +246,21 @@ fn score_that_is_no_number_is_an_error() {
 fn mistakes_in_arguments_start_no_process() {
     let (model, text) = (path("plain"), text());
     let text = text.to_str().unwrap();
-    let positions = "max_position_embeddings: expected at least 1025, the tokens of a sequence";
+    let file = model.join("config.json");
+    let positions = format!(
+        ": {}: max_position_embeddings: expected at least 1025, the tokens of a sequence",
+        file.display()
+    );
+    let time = format!("error: --time{positions}");
+    let tokens = format!("error: --tokens{positions}");
     for (args, expected) in [
-        (&[text, "--time", "1025"][..], positions),
-        (&["--score", text, "--tokens", "1025"], positions),
+        (&[text, "--time", "1025"][..], time.as_str()),
+        (&["--score", text, "--tokens", "1025"], tokens.as_str()),
+        (&[text, "--stages", "9"], "error: --stages: "),
+        (
+            &[text, "--cut", "0..1,1..2,2..3,3..4,4..5"],
+            "error: --cut: ",
+        ),
         (
             &["/dev/null", "--stages", "2"],
             "cannot read /dev/null: it is no regular file",

@@ -248,7 +248,11 @@ fn wrong_generations_are_refused_with_the_reason() {
         (&["--json"], "give --prompt, --chat or --prompt-ids"),
         (
             &["--prompt", "a", "--tokens", "2000"],
-            "the model has 1024 positions, and 2002 are asked for",
+            "--tokens: the model has 1024 positions, and 2002 are asked for; the prompt has 2",
+        ),
+        (
+            &["--prompt", "a", "--max-len", "2000"],
+            "--max-len: the model has 1024 positions, and 2000 are asked for",
         ),
         (
             &["--prompt", "a", "--max-len", "9"],

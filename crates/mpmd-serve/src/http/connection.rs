@@ -24,10 +24,12 @@ use tokio::time::{sleep, timeout};
 use super::LAST;
 use super::failure::HttpFailure;
 use super::idle_connections::{ConnectionUse, IdleConnections, LAST_BYTES};
+use super::library_answer::LibraryAnswers;
 use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
 use super::request_log::{RequestLog, RequestRecord};
 use super::settings::FrontError;
+use crate::queue::RequestQueue;
 
 /// Time limit for a client to send the head of a request, including the wait before it.
 const HEAD: Duration = Duration::from_secs(30);
@@ -85,6 +87,7 @@ pub(super) async fn accept(
     routes: Router,
     most: usize,
     log: RequestLog,
+    queue: RequestQueue,
     mut ended: watch::Receiver<()>,
 ) {
     let permits = Arc::new(Semaphore::new(most));
@@ -104,13 +107,13 @@ pub(super) async fn accept(
             Ok((stream, permit)) => {
                 has_failed = false;
                 let connection_use = ConnectionUse::new(idle.clone());
-                let connection = connection(
+                let client = ClientConnection {
                     stream,
                     connection_use,
-                    routes.clone(),
-                    log.clone(),
-                    ended.clone(),
-                );
+                    log: log.clone(),
+                    queue: queue.clone(),
+                };
+                let connection = connection(client, routes.clone(), ended.clone());
                 tokio::spawn(async move {
                     connection.await;
                     drop(permit);
@@ -134,13 +137,23 @@ pub(super) async fn accept(
     .await;
 }
 
-async fn connection(
+/// A newly accepted connection.
+struct ClientConnection {
     stream: TcpStream,
     connection_use: Arc<ConnectionUse>,
-    routes: Router,
     log: RequestLog,
-    mut ended: watch::Receiver<()>,
-) {
+    /// Counts the answers.
+    queue: RequestQueue,
+}
+
+/// Answers the requests of a connection until its end.
+async fn connection(client: ClientConnection, routes: Router, mut ended: watch::Receiver<()>) {
+    let ClientConnection {
+        stream,
+        connection_use,
+        log,
+        queue,
+    } = client;
     // Else each event would wait for the acknowledgement of the one before.
     _ = stream.set_nodelay(true);
 
@@ -148,16 +161,21 @@ async fn connection(
     let routes = TowerToHyperService::new(routes);
     let asked = peer.clone();
     let used = connection_use.clone();
+    let counting = queue.clone();
     let service = service_fn(move |request: Request<Incoming>| {
         let guard = used.begin();
         let record = log.begin(request.method(), request.uri().path());
         let answer = answer(routes.clone(), asked.clone(), record.clone(), request);
+        let counting = counting.clone();
         async move {
             let reply = answer.await?;
+            counting.count_answer(reply.status());
             record.answer(reply.status());
             Ok::<_, io::Error>(guard.until_end_of(reply, record))
         }
     });
+    let paced = PacedConnection::new(peer.clone(), SLOWEST);
+    let stream = LibraryAnswers::new(paced, peer.clone(), connection_use.clone(), queue);
     let connection = Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD)
@@ -165,10 +183,7 @@ async fn connection(
         .max_buf_size(HEAD_BYTES)
         // It is noticed here that a client has left.
         .half_close(true)
-        .serve_connection(
-            TokioIo::new(PacedConnection::new(peer.clone(), SLOWEST)),
-            service,
-        );
+        .serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
 
     // An error is the client's: it has left, or sent no HTTP, which has been answered.
@@ -270,6 +285,7 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
+    use crate::queue::{QueueLimits, queue};
 
     /// Sends a request, and returns the first line of the answer.
     async fn status(mut client: TcpStream) -> String {
@@ -278,6 +294,10 @@ mod tests {
         let mut answer = String::new();
         client.read_to_string(&mut answer).await.unwrap();
         answer.lines().next().unwrap_or_default().to_owned()
+    }
+
+    fn unused_queue() -> RequestQueue {
+        queue(QueueLimits::default()).0
     }
 
     #[tokio::test]
@@ -295,7 +315,14 @@ mod tests {
         };
         let routes = Router::new().route("/", get(async || "here"));
         let (end, ended) = watch::channel(());
-        let accept = tokio::spawn(accept(next, routes, 1, RequestLog::default(), ended));
+        let accept = tokio::spawn(accept(
+            next,
+            routes,
+            1,
+            RequestLog::default(),
+            unused_queue(),
+            ended,
+        ));
         for _ in 0..2 {
             let client = TcpStream::connect(address).await.unwrap();
             let found = timeout(Duration::from_secs(60), status(client)).await;
@@ -338,7 +365,14 @@ mod tests {
             .route("/", get(async || "here"))
             .route("/held", get(held));
         let (_end, ended) = watch::channel(());
-        tokio::spawn(accept(next, routes, 3, RequestLog::default(), ended));
+        tokio::spawn(accept(
+            next,
+            routes,
+            3,
+            RequestLog::default(),
+            unused_queue(),
+            ended,
+        ));
 
         // One has a request, one has nothing, and one half a head.
         let mut busy = TcpStream::connect(address).await.unwrap();

@@ -42,6 +42,9 @@ pub(super) async fn pause(State(shared): Shares, uri: Uri, body: Body) -> Answer
             let failure = HttpFailure::field(name, "not supported by this server");
             return Err(failure.code("unsupported_parameter"));
         }
+        if mode.is_some() {
+            return Err(HttpFailure::field("mode", "expected once, found twice"));
+        }
         let wrong = || HttpFailure::field("mode", format!("expected {MODES}, found {value:?}"));
         mode = Some(mode_of(value).ok_or_else(wrong)?);
     }

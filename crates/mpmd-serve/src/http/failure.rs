@@ -68,6 +68,10 @@ impl HttpFailure {
         }
     }
 
+    pub(super) fn status_code(&self) -> StatusCode {
+        self.status
+    }
+
     pub(super) fn status(self, status: StatusCode) -> Self {
         Self { status, ..self }
     }

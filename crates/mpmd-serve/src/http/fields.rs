@@ -4,6 +4,7 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
+use mpmd::train::tensors::{JsonError, read_json};
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value, json};
 
@@ -29,7 +30,7 @@ pub(super) struct Fields<'a> {
 
 impl<'a> Fields<'a> {
     pub(super) fn of(body: &'a [u8]) -> Result<Self, HttpFailure> {
-        match serde_json::from_slice(body) {
+        match read_json(body) {
             Ok(Value::Object(fields)) => Ok(Self { body, fields }),
             Ok(_) => Err(HttpFailure::invalid("the body: expected an object")),
             Err(why) => Err(invalid_json(why)),
@@ -39,7 +40,7 @@ impl<'a> Fields<'a> {
     /// Returns the keys of each message, in the order in which the request has them. Maps of
     /// `serde_json` do not keep that order.
     pub(super) fn message_keys(&self) -> Result<Vec<Vec<String>>, HttpFailure> {
-        let body: BodyKeys = serde_json::from_slice(self.body).map_err(invalid_json)?;
+        let body: BodyKeys = read_json(self.body).map_err(invalid_json)?;
         Ok(body.messages.into_iter().map(|keys| keys.0).collect())
     }
 
@@ -124,8 +125,18 @@ impl<'a> Fields<'a> {
     }
 }
 
-fn invalid_json(why: serde_json::Error) -> HttpFailure {
-    HttpFailure::invalid(format!("the body: expected JSON: {why}"))
+/// Returns the error for a body that is no JSON, or repeats a key. A repeated key is the field at
+/// fault.
+fn invalid_json(why: JsonError) -> HttpFailure {
+    match why {
+        JsonError::RepeatedKey { key, line, column } => {
+            let key: String = key.chars().take(SHOWN).collect();
+            let why =
+                format!("expected once in its object, found again at line {line} column {column}");
+            HttpFailure::field(key, why)
+        }
+        JsonError::Invalid(why) => HttpFailure::invalid(format!("the body: expected JSON: {why}")),
+    }
 }
 
 /// The keys of each message in a request.

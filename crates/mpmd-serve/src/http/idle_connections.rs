@@ -81,6 +81,8 @@ struct ConnectionUseState {
     /// there.
     ticket: Option<u64>,
     has_request: bool,
+    /// True from the start of a request until the last byte of its reply is flushed.
+    has_unflushed: bool,
 }
 
 impl ConnectionUse {
@@ -99,6 +101,7 @@ impl ConnectionUse {
     pub(super) fn begin(self: &Arc<Self>) -> RequestGuard {
         let mut state = self.state.lock();
         state.has_request = true;
+        state.has_unflushed = true;
         if let Some(ticket) = state.ticket.take() {
             self.idle.waiting.lock().connections.remove(&ticket);
         }
@@ -108,6 +111,17 @@ impl ConnectionUse {
 
     pub(super) fn has_request(&self) -> bool {
         self.state.lock().has_request
+    }
+
+    /// Records that all bytes of replies so far have been written.
+    pub(super) fn flush(&self) {
+        let mut state = self.state.lock();
+        state.has_unflushed = state.has_request;
+    }
+
+    /// True if a request is open, or bytes of its reply may be unwritten.
+    pub(super) fn has_unflushed(&self) -> bool {
+        self.state.lock().has_unflushed
     }
 
     /// Waits for the signal that closes the connection.
@@ -121,10 +135,8 @@ impl ConnectionUse {
         waiting.tickets += 1;
         let ticket = waiting.tickets;
         waiting.connections.insert(ticket, self.end.clone());
-        *state = ConnectionUseState {
-            ticket: Some(ticket),
-            has_request: false,
-        };
+        state.ticket = Some(ticket);
+        state.has_request = false;
         drop((waiting, state));
         self.idle.became_idle.notify_one();
     }

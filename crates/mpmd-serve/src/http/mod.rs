@@ -6,6 +6,7 @@ mod control;
 mod failure;
 mod fields;
 mod idle_connections;
+mod library_answer;
 mod paced_connection;
 mod parsed_request;
 mod peer_socket;
@@ -21,6 +22,8 @@ use std::task::Context;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use mpmd::launch::stop_signals;
+use mpmd_base::block::Mutex;
 use mpmd_base::{StopRequest, StopRequests};
 use tokio::net::TcpSocket;
 use tokio::runtime::Handle;
@@ -55,8 +58,8 @@ pub struct Front {
 }
 
 impl Front {
-    /// Listens and answers requests. From now on SIGTERM and SIGINT drain the server. A second
-    /// signal, at least two seconds later, also ends the open requests.
+    /// Listens and answers requests. From now on [signals](mpmd::launch::stop_signals) drain the
+    /// server. A second SIGTERM or SIGINT, at least two seconds later, also ends the open requests.
     ///
     /// # Errors
     ///
@@ -134,7 +137,8 @@ impl Front {
                 let accepted = listener.poll_accept(cx);
                 accepted.map_ok(|(stream, _)| stream)
             };
-            let accept = runtime.spawn(accept(next, routes, connections, log, ended));
+            let accept = accept(next, routes, connections, log, queue.clone(), ended);
+            let accept = runtime.spawn(accept);
             runtime.block_on(drained(&queue, asked, drain));
             drop(end);
             // Has no error but a panic.
@@ -158,7 +162,8 @@ impl Front {
         })
     }
 
-    /// Drains the server at SIGTERM and SIGINT from now on. A second signal also ends the open
+    /// Drains the server at SIGTERM, SIGINT, SIGHUP (unless it is ignored), SIGUSR1 and SIGUSR2
+    /// from now on. A second SIGTERM or SIGINT, at least two seconds later, also ends the open
     /// requests. Calling this again does nothing.
     ///
     /// # Errors
@@ -206,25 +211,28 @@ fn bind(address: SocketAddr) -> Result<TcpSocket, FrontError> {
     bind().map_err(|why| FrontError::Listen { address, why })
 }
 
-/// Adds 1 to `count` for each signal to end the server.
+/// Counts the requests to end the server in `count`, at each [signal](stop_signals) that asks for
+/// it: the first is 1, each further one by SIGTERM or SIGINT 2.
 fn catch_signals(runtime: &Handle, count: &watch::Sender<u32>) -> io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let _entered = runtime.enter();
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
+    let requests = Arc::new(Mutex::new(StopRequests::default()));
+    let ending = [SignalKind::terminate(), SignalKind::interrupt()];
 
-    let count = count.clone();
-    runtime.spawn(async move {
-        let mut requests = StopRequests::default();
-        while let Some(()) = tokio::select! {
-            signal = terminate.recv() => signal,
-            signal = interrupt.recv() => signal,
-        } {
-            if requests.take(Instant::now()) != StopRequest::Same {
-                count.send_modify(|count| *count += 1);
+    for kind in stop_signals().into_iter().map(SignalKind::from_raw) {
+        let mut signal = signal(kind)?;
+        let count = count.clone();
+        let requests = requests.clone();
+        runtime.spawn(async move {
+            while signal.recv().await.is_some() {
+                // The others come several times for one reason, such as a closed terminal.
+                let again = ending.contains(&kind)
+                    && requests.lock().take(Instant::now()) == StopRequest::Again;
+                let asked = if again { 2 } else { 1 };
+                count.send_modify(|count| *count = asked.max(*count));
             }
-        }
-    });
+        });
+    }
     Ok(())
 }
 

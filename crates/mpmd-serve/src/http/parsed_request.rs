@@ -77,11 +77,7 @@ impl ParsedRequest {
         let prompt = tokens(&source, name, model, Some(model.positions))?;
         let room = model.positions.saturating_sub(prompt.len());
         if room == 0 {
-            let why = format!(
-                "{} tokens; the model has {} positions, replies included",
-                prompt.len(),
-                model.positions
-            );
+            let why = format!("{} tokens; {}", prompt.len(), length_limit(model.positions));
             return Err(HttpFailure::field(name, why).code("context_length_exceeded"));
         }
         let most = room.min(most.unwrap_or(usize::MAX));
@@ -143,11 +139,16 @@ impl TokenLimit {
             return Ok(());
         };
         let why = format!(
-            "expected at most {most} behind a prompt of {given} tokens, found {limit}; the model \
-             has {positions} positions"
+            "expected at most {most} behind a prompt of {given} tokens, found {limit}; {}",
+            length_limit(positions)
         );
         Err(HttpFailure::field(self.field, why).code("context_length_exceeded"))
     }
+}
+
+/// Returns what clients are told about the most tokens of a prompt and its reply.
+fn length_limit(positions: usize) -> String {
+    format!("`max_model_len` of /v1/models is {positions}, replies included")
 }
 
 /// Returns an error if a request names another model than `model`.
@@ -403,10 +404,7 @@ pub(super) fn tokens(
         if let Some(most) = most
             && model.is_beyond(text, most).map_err(|why| failed(&why))?
         {
-            let why = format!(
-                "more than {most} tokens; the model has {} positions, replies included",
-                model.positions
-            );
+            let why = format!("more than {most} tokens; {}", length_limit(model.positions));
             return Err(failed(&why).code("context_length_exceeded"));
         }
         model.encode(text, special).map_err(|why| failed(&why))

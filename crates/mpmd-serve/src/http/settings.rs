@@ -23,8 +23,9 @@ pub struct FrontSettings {
     /// File with an API key on each line, readable by its owner only. Every request must have one
     /// of the keys.
     pub api_key_file: Option<PathBuf>,
-    /// True to serve clients of other hosts without a key. Has no effect with `api_key_file` or on
-    /// a loopback address.
+    /// True to serve every client that can connect, without a key. On a loopback address this
+    /// includes requests that pages of other servers have a browser send. Contradicts
+    /// `api_key_file`.
     pub allow_all: bool,
     /// File with a key on each line for the endpoints that control the server. `None` disables
     /// these endpoints. The file must be readable by its owner only, and share no key with
@@ -107,6 +108,9 @@ pub enum FrontError {
         /// The value of [`FrontSettings::host`].
         host: String,
     },
+    /// Keys are demanded, and clients without keys are let in.
+    #[error("api_key_file and allow_all: expected one of them, found both")]
+    KeysForAll,
     /// A file of keys cannot be read, or users other than its owner can read it.
     #[error("{why}")]
     UnreadableKeys {
@@ -244,16 +248,14 @@ impl FrontSettings {
 
     /// Returns the clients that may use a server on `address`.
     fn access(&self, address: SocketAddr) -> Result<Access, FrontError> {
-        if let Some(path) = &self.api_key_file {
-            Access::keys(KeyFile::Api, path)
-        } else if address.ip().is_loopback() {
-            Ok(Access::ThisHost)
-        } else if self.allow_all {
-            Ok(Access::All)
-        } else {
-            Err(FrontError::Unprotected {
+        match &self.api_key_file {
+            Some(_) if self.allow_all => Err(FrontError::KeysForAll),
+            Some(path) => Access::keys(KeyFile::Api, path),
+            None if self.allow_all => Ok(Access::All),
+            None if address.ip().is_loopback() => Ok(Access::ThisHost),
+            None => Err(FrontError::Unprotected {
                 host: self.host.clone(),
-            })
+            }),
         }
     }
 }

@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::StatusCode;
 use mpmd_base::block::{Condvar, Instant, Mutex, now, since};
 use thiserror::Error;
 use tokio::sync::{mpsc, watch};
@@ -274,6 +275,11 @@ impl RequestQueue {
     /// Counts a request that was refused before it was submitted. `reason` is the label in metrics.
     pub(crate) fn refuse(&self, reason: &'static str) {
         self.0.metrics.refuse(reason);
+    }
+
+    /// Counts an answer of the server by its HTTP status.
+    pub(crate) fn count_answer(&self, status: StatusCode) {
+        self.0.metrics.count_answer(status.as_u16());
     }
 
     /// Returns all metrics in Prometheus' text format.

@@ -20,7 +20,7 @@ mod blocks;
 mod tests;
 mod versions;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use mpmd::candle::nn::BLOCK;
 use mpmd_models::{
@@ -122,11 +122,71 @@ struct PassMember {
     samples: bool,
 }
 
+/// The places of a lane. Place `k` of lane `i` of `n` is slot `i + k n`. Memory and time are
+/// proportional to the most sequences that had places at a time, not to the number of places.
+#[derive(Clone, Debug)]
+struct LanePlaces {
+    /// Number of places.
+    count: usize,
+    /// The id of the sequence in each place that is taken.
+    taken: BTreeMap<usize, u64>,
+    /// The free places among those below `fresh`.
+    free: BTreeSet<usize>,
+    /// The first place that was never taken.
+    fresh: usize,
+}
+
+impl LanePlaces {
+    fn new(count: usize) -> Self {
+        Self {
+            count,
+            taken: BTreeMap::new(),
+            free: BTreeSet::new(),
+            fresh: 0,
+        }
+    }
+
+    /// Returns the number of sequences that have a place.
+    fn len(&self) -> usize {
+        self.taken.len()
+    }
+
+    /// Returns the ids of the sequences that have a place, in the order of the places.
+    fn ids(&self) -> impl Iterator<Item = u64> {
+        self.taken.values().copied()
+    }
+
+    fn is_taken(&self, place: usize) -> bool {
+        self.taken.contains_key(&place)
+    }
+
+    fn has_free(&self) -> bool {
+        !self.free.is_empty() || self.fresh < self.count
+    }
+
+    /// Gives the first free place to a sequence. `None` if all places are taken.
+    fn take(&mut self, id: u64) -> Option<usize> {
+        if !self.has_free() {
+            return None;
+        }
+        let place = self.free.pop_first().unwrap_or_else(|| {
+            self.fresh += 1;
+            self.fresh - 1
+        });
+        self.taken.insert(place, id);
+        Some(place)
+    }
+
+    fn give_back(&mut self, place: usize) {
+        if self.taken.remove(&place).is_some() {
+            self.free.insert(place);
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 struct Lane {
-    /// The id of the sequence in each of the lane's slots. Lane `i` of `n` has the slots `i`, `i +
-    /// n`, ….
-    places: Vec<Option<u64>>,
+    places: LanePlaces,
     open: usize,
     /// The weight version of the lane's last pass.
     version: u64,
@@ -242,7 +302,7 @@ impl Scheduler {
             "{sizes:?}"
         );
 
-        let places = |lane: usize| vec![None; (sequences - lane).div_ceil(lanes)];
+        let places = |lane: usize| LanePlaces::new((sequences - lane).div_ceil(lanes));
         Self {
             sizes: SchedulerSizes {
                 chunk: chunk.min(MOST_TOKENS),
@@ -371,16 +431,16 @@ impl Scheduler {
         None
     }
 
-    /// Ends the oldest open pass. `choices` has an entry for each slot. Returns pairs of a
-    /// sequence's id and an event for its client.
-    pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, ReplyEvent)> {
+    /// Ends the oldest open pass. `choices` has its choices by slot. Returns pairs of a sequence's
+    /// id and an event for its client.
+    pub fn end(&mut self, choices: &BTreeMap<u32, Choice>) -> Vec<(u64, ReplyEvent)> {
         let Some(OpenPass { lane, members, .. }) = self.open.pop_front() else {
             return Vec::new();
         };
         self.lanes[lane].open -= 1;
         let mut events = Vec::new();
         for member in members.into_iter().filter(|member| member.samples) {
-            let choice = choices.get(member.slot).cloned().flatten();
+            let choice = choices.get(&(member.slot as u32)).cloned();
             match self.is_current(member) {
                 true => events.extend(self.choose(member.id, choice)),
                 false => self.counts.surplus_tokens += 1,
@@ -484,7 +544,7 @@ impl Scheduler {
             return;
         };
         let lanes = self.sizes.lanes;
-        self.lanes[place.lane].places[place.slot / lanes] = None;
+        self.lanes[place.lane].places.give_back(place.slot / lanes);
         // The later blocks are forgotten first.
         for block in place.blocks.into_iter().rev() {
             self.blocks.release(block);
@@ -493,14 +553,15 @@ impl Scheduler {
 
     /// Gives free slots of a lane to waiting sequences.
     fn admit(&mut self, lane: usize) {
-        let count = |lane: &Lane| lane.places.iter().flatten().count();
         while let Some(id) = self.waiting.front().copied() {
-            let own = count(&self.lanes[lane]);
-            let is_shortest = self.lanes.iter().all(|other| own <= count(other));
-            let free = self.lanes[lane].places.iter().position(Option::is_none);
-            let (Some(free), true) = (free, is_shortest) else {
+            let own = &self.lanes[lane].places;
+            let is_shortest = self
+                .lanes
+                .iter()
+                .all(|other| own.len() <= other.places.len());
+            if !is_shortest || !own.has_free() {
                 return;
-            };
+            }
 
             let Some(sequence) = self.sequences.get(&id) else {
                 return;
@@ -514,10 +575,11 @@ impl Scheduler {
                 return;
             }
 
+            let Some(place) = self.lanes[lane].places.take(id) else {
+                return;
+            };
             self.waiting.pop_front();
-            let slot = free * self.sizes.lanes + lane;
-            self.lanes[lane].places[free] = Some(id);
-            self.start(id, lane, slot);
+            self.start(id, lane, place * self.sizes.lanes + lane);
         }
     }
 
@@ -614,10 +676,10 @@ impl Scheduler {
 
         // Removes the chunks of sequences that had to give up their places.
         let places = &self.lanes[lane].places;
-        let is_there = |slot: usize| places[slot / self.sizes.lanes].is_some();
+        let is_there = |slot: usize| places.is_taken(slot / self.sizes.lanes);
         pass.chunks.retain(|chunk| is_there(chunk.slot as usize));
         members.retain(|member| is_there(member.slot));
-        let ids: Vec<u64> = places.iter().flatten().copied().collect();
+        let ids: Vec<u64> = places.ids().collect();
         // Only after this pass will the blocks have their content.
         for id in ids {
             self.fill(id);
@@ -629,7 +691,7 @@ impl Scheduler {
     /// come first, then sequences that generate, then those with prompts to compute. Rotates the
     /// order at each call.
     fn in_turn(&mut self, lane: usize, version: u64) -> Vec<u64> {
-        let ids = self.lanes[lane].places.iter().flatten().copied();
+        let ids = self.lanes[lane].places.ids();
         let mut ids: Vec<u64> = ids
             .filter(|id| self.version(*id) == Some(version))
             .collect();

@@ -1,6 +1,7 @@
 //! The scheduler with a toy model in simulated time.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
 
 use mpmd_fuzz::Rng;
 use mpmd_models::Sampling;
@@ -54,11 +55,11 @@ impl Toy {
     }
 
     /// Computes a pass that must not fail.
-    fn run(&mut self, pass: &InferencePass) -> Vec<Option<Choice>> {
+    fn run(&mut self, pass: &InferencePass) -> BTreeMap<u32, Choice> {
         self.try_run(pass).expect("a pass without poison")
     }
 
-    fn try_run(&mut self, pass: &InferencePass) -> Result<Vec<Option<Choice>>, PassFailed> {
+    fn try_run(&mut self, pass: &InferencePass) -> Result<BTreeMap<u32, Choice>, PassFailed> {
         if pass
             .chunks
             .iter()
@@ -66,7 +67,7 @@ impl Toy {
         {
             return Err(PassFailed);
         }
-        let mut choices = vec![None; self.last.len()];
+        let mut choices = BTreeMap::new();
         for chunk in &pass.chunks {
             let slot = chunk.slot as usize;
             if let Some(begin) = chunk.new {
@@ -124,15 +125,16 @@ impl Toy {
                 self.cache[block][at] = Some((hash, pass.version));
             }
             if chunk.samples && self.unchosen.contains(&slot) {
-                choices[slot] = Some(Unchosen::NotFinite.into());
+                choices.insert(chunk.slot, Unchosen::NotFinite.into());
             } else if chunk.samples {
                 let token = next_token(hash, pass.version);
                 self.last[slot] = token;
-                choices[slot] = Some(Choice {
+                let choice = Choice {
                     token: Ok(token),
                     logprob: None,
                     top: Vec::new(),
-                });
+                };
+                choices.insert(chunk.slot, choice);
             }
         }
         Ok(choices)
@@ -520,6 +522,50 @@ const SIZES: SchedulerSizes = SchedulerSizes {
     chunk: 32,
     positions: 400,
 };
+
+#[test]
+fn places_that_are_given_back_are_taken_first() {
+    let mut places = LanePlaces::new(3);
+    assert_eq!([10, 11].map(|id| places.take(id)), [Some(0), Some(1)]);
+    places.give_back(0);
+    assert!(places.is_taken(1) && !places.is_taken(0));
+    assert_eq!(
+        [12, 13, 14].map(|id| places.take(id)),
+        [Some(0), Some(2), None]
+    );
+    assert!(!places.has_free());
+    assert_eq!(places.ids().collect::<Vec<_>>(), [12, 11, 13]);
+}
+
+/// Returns the time of `passes` passes of two texts, in a scheduler with `sequences` slots.
+fn pass_time(sequences: usize, passes: usize) -> Duration {
+    let sizes = SchedulerSizes {
+        lanes: 2,
+        sequences,
+        ..SIZES
+    };
+    let mut scheduler = Scheduler::new(sizes);
+    let mut toy = Toy::new(SIZES);
+    scheduler.arrive(0, request(vec![1], 390));
+    scheduler.arrive(1, request(vec![2], 390));
+    let start = Instant::now();
+    for _ in 0..passes {
+        let Decision { pass, .. } = scheduler.decide().expect("something to compute");
+        scheduler.end(&toy.run(&pass));
+    }
+    start.elapsed()
+}
+
+#[test]
+fn free_slots_cost_passes_no_time() {
+    let fastest = |sequences| (0..5).map(|_| pass_time(sequences, 300)).min();
+    let few = fastest(4).unwrap();
+    let many = fastest(1_000_000).unwrap();
+    assert!(
+        many < 3 * few,
+        "{few:?} with 4 slots, {many:?} with a million"
+    );
+}
 
 #[test]
 fn long_prompt_delays_texts_by_one_chunk() {

@@ -105,6 +105,7 @@ fn wrong_fields_of_control_are_named() {
     for (path, body, field) in [
         ("/pause?mode=stop", json!({}), "mode"),
         ("/pause?mode", json!({}), "mode"),
+        ("/pause?mode=wait&mode=keep", json!({}), "mode"),
         ("/pause?clear=1", json!({}), "clear"),
         ("/pause", json!({ "mode": "stop" }), "mode"),
         ("/pause", json!({ "mode": 7 }), "mode"),

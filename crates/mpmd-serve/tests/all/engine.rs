@@ -190,14 +190,15 @@ fn greedy_tokens_equal_those_of_transformers_among_others() {
 fn drawn_tokens_depend_on_request_and_seed_alone() {
     let Expected { prompt, .. } = expected("llama3");
     let found = Mutex::new(Vec::new());
-    for (devices, blocks, chunk) in [
-        (&[1][..], 60, 24),
-        (&[1, 1], 9, 3),
-        (&[1, 1, 1], 60, 512),
-        (&[2, 1], 60, 24),
+    for (devices, sequences, blocks, chunk) in [
+        (&[1][..], 16, 60, 24),
+        (&[1, 1], 16, 9, 3),
+        (&[1, 1, 1], 100_000, 60, 512),
+        (&[2, 1], 16, 60, 24),
     ] {
         let sizes = SchedulerSizes {
             lanes: devices.len(),
+            sequences,
             blocks,
             chunk,
             ..SIZES
@@ -439,6 +440,13 @@ fn invalid_chunks_are_refused_before_issue() {
             ),
             (
                 PassChunk {
+                    blocks: vec![4],
+                    ..good.clone()
+                },
+                "two chunks for place 0",
+            ),
+            (
+                PassChunk {
                     given: vec![1, 9999],
                     ..good.clone()
                 },
@@ -463,7 +471,7 @@ fn invalid_chunks_are_refused_before_issue() {
             None,
         )?;
         if let Some(choices) = inference.read(&choices)? {
-            let choice = choices[0].as_ref().unwrap();
+            let choice = &choices[&0];
             assert_eq!(choice.token, Err(Unchosen::OutOfOrder));
         }
         Ok(())

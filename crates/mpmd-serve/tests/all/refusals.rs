@@ -1,6 +1,7 @@
 //! Everything that is refused, with the field at fault.
 
 use std::fs::Permissions;
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
@@ -57,6 +58,36 @@ fn bodies_that_are_no_object_are_refused() {
     }
     let latin = server.post_bytes("/v1/completions", b"{\"prompt\": \"\xff\"}");
     assert_eq!(param(&latin, 400), None);
+}
+
+#[test]
+fn repeated_keys_are_named() {
+    let server = Server::echo();
+    let chat = "/v1/chat/completions";
+    for (path, body, key) in [
+        (
+            "/v1/completions",
+            r#"{"prompt": "a", "max_tokens": 1, "max_tokens": 1}"#,
+            "max_tokens",
+        ),
+        (
+            chat,
+            r#"{"messages": [{"role": "user", "content": "a", "role": "system"}]}"#,
+            "role",
+        ),
+        (
+            chat,
+            r#"{"messages": [{"role": "user", "content": "a", "tool_calls":
+                [{"function": {"arguments": {"city": 1, "city": 2}}}]}]}"#,
+            "city",
+        ),
+        ("/tokenize", r#"{"prompt": "a", "prompt": "b"}"#, "prompt"),
+        ("/detokenize", r#"{"tokens": [5], "tokens": [6]}"#, "tokens"),
+    ] {
+        let answer = server.post_bytes(path, body.as_bytes());
+        assert_eq!(param(&answer, 400).as_deref(), Some(key), "{body}");
+    }
+    assert!(server.end().is_empty());
 }
 
 #[test]
@@ -324,7 +355,9 @@ fn body_that_is_announced_as_too_long_is_not_awaited() {
     let head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1025\r\n";
     for more in ["", "Expect: 100-continue\r\n"] {
         let mut stream = connect(server.address);
-        std::io::Write::write_all(&mut stream, format!("{head}{more}\r\n").as_bytes()).unwrap();
+        stream
+            .write_all(format!("{head}{more}\r\n").as_bytes())
+            .unwrap();
         assert_eq!(param(&read(stream), 413), None, "{more}");
     }
     // One that is sent in any case is read for a while, so that its client gets the answer.
@@ -373,9 +406,66 @@ fn large_bodies_and_heads_are_refused() {
         send(server.address, &format!("{head}{many}"), b"").status,
         431
     );
+}
+
+#[test]
+fn heads_that_are_no_http_get_json() {
+    let server = Server::echo();
+    let head = "GET /version HTTP/1.1\r\nHost: localhost\r\n";
+    let many: String = (0..100).map(|at| format!("X-{at}: x\r\n")).collect();
+    let cases = [
+        ("no HTTP\r\n\r\n".to_owned(), 400),
+        ("GET /version HTTP/9.9\r\n\r\n".to_owned(), 400),
+        (format!("{head}Content-Length: one\r\n\r\n"), 400),
+        (format!("{head}{many}\r\n"), 431),
+        (format!("{head}X: {}\r\n\r\n", "x".repeat(300_000)), 431),
+    ];
+    for (bytes, status) in &cases {
+        let mut stream = connect(server.address);
+        // The server need not read all of it.
+        _ = stream.write_all(bytes.as_bytes());
+        let answer = read(stream);
+        assert_eq!(param(&answer, *status), None, "{bytes:.60}");
+        assert_eq!(answer.header("content-type"), Some("application/json"));
+        assert_eq!(answer.header("connection"), Some("close"));
+    }
+
+    // Answers of endpoints before it on the same connection stay as they are.
     let mut stream = connect(server.address);
-    std::io::Write::write_all(&mut stream, b"no HTTP\r\n\r\n").unwrap();
-    assert_eq!(read(stream).status, 400);
+    let bytes = format!("{head}\r\n{head}\r\nno HTTP\r\n\r\n");
+    stream.write_all(bytes.as_bytes()).unwrap();
+    let mut answers = String::new();
+    stream.read_to_string(&mut answers).unwrap();
+    let found: Vec<&str> = answers
+        .match_indices("HTTP/1.1 ")
+        .map(|(at, _)| &answers[at + 9..at + 12])
+        .collect();
+    assert_eq!(found, ["200", "200", "400"], "{answers}");
+    assert!(
+        answers.ends_with("\"type\":\"invalid_request_error\"}}"),
+        "{answers}"
+    );
+
+    let metrics = server.get("/metrics").body;
+    for (status, count) in [(200, 2), (400, 4), (431, 2)] {
+        let line = format!("mpmd_answers_total{{status=\"{status}\"}} {count}\n");
+        assert!(metrics.contains(&line), "{line} in {metrics}");
+    }
+}
+
+#[test]
+fn body_that_is_too_slow_is_counted_as_408() {
+    let server = Server::echo();
+    let mut stream = connect(server.address);
+    let head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n";
+    stream.write_all(head.as_bytes()).unwrap();
+    stream.write_all(&[b' '; 70_000]).unwrap();
+    let answer = read(stream);
+    assert_eq!(param(&answer, 408), None);
+    assert!(answer.body.contains("the body is slow"), "{answer:?}");
+    let metrics = server.get("/metrics").body;
+    let line = "mpmd_answers_total{status=\"408\"} 1\n";
+    assert!(metrics.contains(line), "{metrics}");
 }
 
 #[test]
@@ -478,6 +568,22 @@ fn pages_of_other_servers_are_refused_without_keys() {
 }
 
 #[test]
+fn all_clients_are_let_in_where_the_settings_say_so() {
+    let settings = FrontSettings {
+        allow_all: true,
+        ..settings()
+    };
+    let server = Server::start_with(settings, |_| Act::Echo);
+    for headers in [
+        "Host: chat.example.org\r\n",
+        "Host: localhost\r\nOrigin: http://evil.example\r\n",
+    ] {
+        let head = format!("GET /v1/models HTTP/1.1\r\n{headers}");
+        assert_eq!(send(server.address, &head, b"").status, 200, "{headers}");
+    }
+}
+
+#[test]
 fn settings_that_let_strangers_in_are_refused() {
     let start = |settings: FrontSettings| {
         let model = Model::of(&Folder::open(plain()).unwrap(), None, 99).unwrap();
@@ -536,6 +642,13 @@ fn settings_that_let_strangers_in_are_refused() {
                 ..controlled(one.path())
             },
             "found one in both",
+        ),
+        (
+            FrontSettings {
+                allow_all: true,
+                ..with_keys(one.path())
+            },
+            "api_key_file and allow_all: expected one of them, found both",
         ),
         (
             FrontSettings {

@@ -16,6 +16,7 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use super::refuse_pointer;
 use super::runs::runs;
+use super::unique_json::{JsonError, read_json};
 
 /// Limit on the length of an accepted header, in bytes. It bounds the memory that a damaged file
 /// can make the reader allocate.
@@ -223,7 +224,7 @@ enum HeaderFault {
     #[error("cut off within its header")]
     Cut,
     #[error("no safetensors file: its header is invalid ({0})")]
-    Json(#[from] serde_json::Error),
+    Json(#[from] JsonError),
     #[error("cut off: it has {found} bytes of {expected}")]
     CutValues { found: u64, expected: u64 },
 }
@@ -245,7 +246,7 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Heade
         return Err(HeaderFault::Cut);
     }
 
-    let header: Metadata = serde_json::from_slice(&text)?;
+    let header: Metadata = read_json(&text)?;
     let start = 8 + length;
     let expected = start.saturating_add(header.data_len() as u64);
     if found < expected {
@@ -341,6 +342,24 @@ mod tests {
             said.starts_with("no safetensors file") || said.starts_with("cut off: it has"),
             "{said}"
         );
+        // Readers disagree on which of the two types counts.
+        let info =
+            |dtype: &str| format!(r#"{{"dtype":"{dtype}","shape":[1],"data_offsets":[0,2]}}"#);
+        let text = format!(r#"{{"w":{},"w":{}}}"#, info("F16"), info("BF16"));
+        let file = [
+            &(text.len() as u64).to_le_bytes()[..],
+            text.as_bytes(),
+            b"va",
+        ]
+        .concat();
+        let said = read_header(&file[..], file.len() as u64)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            said.contains("its header is invalid (the key \"w\" twice"),
+            "{said}"
+        );
+
         let whole = sample();
         for end in 0..whole.len() {
             assert!(

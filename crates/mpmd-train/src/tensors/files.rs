@@ -14,6 +14,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::runs::runs;
+use super::unique_json::read_json;
 use super::{failed, header};
 
 /// The name of a model's file if a single file has all arrays.
@@ -240,7 +241,7 @@ pub(crate) fn indexed(folder: &Path) -> BTreeSet<String> {
     }
 
     let text = read_regular(&folder.join(INDEX), LARGEST_INDEX).unwrap_or_default();
-    let index = serde_json::from_slice::<Index>(&text);
+    let index = read_json::<Index>(&text);
     let names = index
         .map_or_else(|_| BTreeMap::new(), |index| index.weight_map)
         .into_values();

@@ -171,7 +171,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 
     /// Sets the flag that asks this process to stop. It replaces the flag of [`StopFlag::install`],
-    /// which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 set.
+    /// which Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 set.
     #[must_use]
     pub fn stop_on(mut self, stop: &StopFlag) -> Self {
         self.status.stop = stop.clone();

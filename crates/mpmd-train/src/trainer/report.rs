@@ -19,7 +19,7 @@ use mpmd_layout::topology::{DeviceId, Mesh};
 use crate::checkpoint::{SaveProgress, SaveStatus};
 use crate::optimizer::{MOST_METRICS, STEP_FIGURES, check_metrics, double};
 use crate::stop::StopFlag;
-use signal_hook::consts::{SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
 
 /// The names of a loss's metrics, in order.
 pub(super) type MetricNames = Arc<[String]>;
@@ -159,7 +159,8 @@ pub(super) struct ReportArrays {
 #[derive(Clone, Debug)]
 pub(super) struct ProcessReport {
     pub(super) stop: StopFlag,
-    /// True while SIGTERM and SIGUSR1 ask only this process to leave the job, which may go on.
+    /// True while SIGTERM, SIGUSR1 and SIGUSR2 ask only this process to leave the job, which may go
+    /// on.
     pub(super) leaves: bool,
     /// The time when the trainer was created.
     pub(super) start: Instant,
@@ -194,7 +195,7 @@ impl ProcessReport {
             && self
                 .stop
                 .signal()
-                .is_some_and(|signal| [SIGTERM, SIGUSR1].contains(&signal))
+                .is_some_and(|signal| [SIGTERM, SIGUSR1, SIGUSR2].contains(&signal))
     }
 }
 

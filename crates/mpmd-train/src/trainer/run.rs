@@ -223,14 +223,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Trains, evaluates and saves as `run` says. Blocks until the last report is read.
     ///
     /// Two further steps are issued before the report of a step is read. If any process gets
-    /// Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, all processes stop after the same step, also during an
-    /// evaluation. A second Ctrl-C or SIGTERM, at least two seconds later, ends its process at
-    /// once.
+    /// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2, all processes stop after the same step, also
+    /// during an evaluation. A second Ctrl-C or SIGTERM, at least two seconds later, ends its
+    /// process at once.
     ///
-    /// After [`Trainer::resume`] in a job that [shrinks](mpmd_core::OnLoss::Shrink), SIGTERM and
-    /// SIGUSR1 end only the process that gets them, two commits later. The other processes
-    /// continue: schedulers send these signals before they take a machine away. If all processes
-    /// get such a signal, the training stops.
+    /// After [`Trainer::resume`] in a job that [shrinks](mpmd_core::OnLoss::Shrink), SIGTERM,
+    /// SIGUSR1 and SIGUSR2 end only the process that gets them, two commits later. The other
+    /// processes continue: schedulers send these signals before they take a machine away. If all
+    /// processes get such a signal, the training stops.
     ///
     /// # Errors
     ///

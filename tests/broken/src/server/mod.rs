@@ -4,6 +4,7 @@ pub(crate) mod alone_after_a_value;
 pub(crate) mod block_filled_twice;
 pub(crate) mod other_pass_on_each_process;
 pub(crate) mod skipped_position;
+pub(crate) mod slot_twice;
 pub(crate) mod stops_by_itself;
 pub(crate) mod token_without_a_row;
 pub(crate) mod version_on_one_process;

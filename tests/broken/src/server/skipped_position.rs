@@ -17,11 +17,7 @@ pub(crate) fn run(p: &mut Program) -> Result<()> {
     let choices = inference.pass(p, &pass(vec![next(0, 4), next(1, 3)]), Some(&choices))?;
     let read = || {
         let choices = inference.read(&choices)?.unwrap_or_default();
-        Ok(choices
-            .into_iter()
-            .flatten()
-            .map(|choice| choice.token)
-            .collect())
+        Ok(choices.into_values().map(|choice| choice.token).collect())
     };
     let tokens: Vec<_> = p.broadcast_value(inference.owner(), Vec::new(), read)?;
     match tokens[..] {
