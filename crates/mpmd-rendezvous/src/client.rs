@@ -328,6 +328,16 @@ impl Rendezvous {
         }
     }
 
+    /// Returns the first process of the job that was lost, with the reason, before a function was
+    /// set by [`on_down`](Self::on_down). `None` if none was lost, or if such a function is set.
+    pub fn first_untold_loss(&self) -> Option<(ProcessId, String)> {
+        let state = self.link.state.lock();
+        state.untold.iter().find_map(|down| match down {
+            Down::Process(process, why) => Some((*process, why.clone())),
+            Down::Server(_) => None,
+        })
+    }
+
     /// Sets a function to call while [`join_epoch`](Self::join_epoch) waits for processes that are
     /// alive but still run their own code in the previous epoch. The server has it called on one of
     /// the waiting processes, once in each peer timeout. Its arguments are the epoch, these
