@@ -71,7 +71,10 @@ programs! {
     Once server::stops_by_itself,
     Once server::token_without_a_row,
     Once server::version_on_one_process,
+    Once weights::host_values,
     Once weights::intake_panics,
     Once weights::leaf_not_published,
     Once weights::lower_version,
+    Once weights::other_publication,
+    Once weights::wanted_twice,
 }
