@@ -51,7 +51,8 @@ pub(crate) struct RunArgs {
     /// The program must recover: see `Builder::spares`
     #[arg(long, value_name = "N", default_value = "0")]
     spares: u32,
-    /// Start up to this many new processes in place of lost ones
+    /// Start up to this many new processes in place of lost ones, and of processes that leave in
+    /// order where the program needs all its places
     #[arg(long, value_name = "N", default_value = "0")]
     restart: u32,
     /// Kill a random process again and again, on average after this time, to try how the program

@@ -73,9 +73,9 @@ impl ProcessReplacement {
         }
     }
 
-    /// True if replacement processes may still be started.
-    pub(super) fn has_left(&self) -> bool {
-        self.left > 0
+    /// Returns the number of replacement processes that may still be started.
+    pub(super) fn left(&self) -> usize {
+        self.left
     }
 
     /// Forbids further replacement processes, because the job would refuse them.

@@ -423,8 +423,8 @@ where
         JobStanding::of(self.server, self.launch.processes)
     }
 
-    /// Tells the rendezvous service whether processes may still come for free places: replacements
-    /// not started yet, or processes that have not joined yet.
+    /// Tells the rendezvous service how many processes may still come for free places: replacements
+    /// not started yet, and processes that have not joined yet.
     fn tell_if_processes_may_start(&self) {
         if !self.replacing.recovers() {
             return;
@@ -432,8 +432,9 @@ where
         let job = self.standing();
         let joins =
             |running: &StartedProcess| running.how.is_none() && !job.is_known(running.number);
-        let may_start = self.replacing.has_left() || self.job.running.iter().any(joins);
-        self.server.may_start(may_start);
+        let joining = self.job.running.iter().filter(|one| joins(one)).count();
+        self.server
+            .may_start(self.replacing.left().saturating_add(joining));
     }
 
     /// Waits for an event, but not beyond the next deadline.
@@ -576,6 +577,10 @@ where
             EndMeaning::Lost(place) | EndMeaning::Failed(place) => place,
         };
         self.note_failure(place, how);
+        if !is_ending {
+            // Those that have joined need not wait for it.
+            self.server.never_joins(place, how.to_string());
+        }
         self.begin_grace();
     }
 

@@ -328,6 +328,16 @@ impl Rendezvous {
         }
     }
 
+    /// Returns the first process of the job that was lost, with the reason, before a function was
+    /// set by [`on_down`](Self::on_down). `None` if none was lost, or if such a function is set.
+    pub fn first_untold_loss(&self) -> Option<(ProcessId, String)> {
+        let state = self.link.state.lock();
+        state.untold.iter().find_map(|down| match down {
+            Down::Process(process, why) => Some((*process, why.clone())),
+            Down::Server(_) => None,
+        })
+    }
+
     /// Sets a function to call while [`join`](Self::join) or [`join_epoch`](Self::join_epoch) waits
     /// for others. The server calls it on one of the waiting processes. Its arguments are the
     /// epoch, the awaited processes, and the time waited so far.

@@ -11,6 +11,9 @@
 //! - The service's address refused connections at that time. If it did not, only this process's
 //!   connection was cut. A process that was stopped just then cannot know it.
 //!
+//! So no process and no file keeps a record of a job's end: where one could be needed, nobody goes
+//! on.
+//!
 //! While the process that comes first in the list of heirs lives, no other one goes on with the
 //! service. The others of the list must come within the peer timeout of that contact, since one
 //! before them may have gone on, and ended the job without them.

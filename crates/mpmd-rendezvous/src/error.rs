@@ -69,6 +69,15 @@ pub enum RendezvousError {
         /// The time that the processes that have joined were waiting.
         peer_timeout: Duration,
     },
+    /// A process has ended before all had joined, and its launcher starts no other in its place.
+    /// All processes that have joined get this error. That process's fault.
+    #[error("process {process} has ended before it joined the job: {why}")]
+    NeverJoins {
+        /// The process that has ended.
+        process: ProcessId,
+        /// The way in which it ended, as text.
+        why: String,
+    },
     /// Another living process has joined with the same number and keeps it. The caller's fault.
     #[error("process {process} is already in the job: it runs on host {host} with pid {pid}")]
     Duplicate {

@@ -100,9 +100,15 @@ impl JobState {
         &self.epochs
     }
 
-    /// Records if the server's owner may still start processes for free places.
-    pub(super) fn owner_starts(&mut self, yes: bool) {
-        self.epochs.owner_starts(yes, &mut self.actions);
+    /// Records that a process has ended before the job was complete, and that no other comes in its
+    /// place.
+    pub(super) fn never_joins(&mut self, process: ProcessId, why: String) {
+        self.epochs.never_joins(process, why, &mut self.actions);
+    }
+
+    /// Records the number of processes that the server's owner may still start for free places.
+    pub(super) fn owner_starts(&mut self, count: usize) {
+        self.epochs.owner_starts(count, &mut self.actions);
     }
 
     /// Returns and removes the actions that the server must carry out.

@@ -13,7 +13,7 @@ use mpmd_proto::control::{self, ControlError};
 use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol of this crate. Server and clients must have the same.
-pub const VERSION: u16 = 12;
+pub const VERSION: u16 = 13;
 
 /// The longest value that can be set under a key, in bytes.
 ///

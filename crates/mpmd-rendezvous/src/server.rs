@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -202,7 +202,8 @@ impl RendezvousServer {
     }
 
     /// Returns the number of additional processes that the job needs: places of processes that are
-    /// gone, less the number of waiting spares.
+    /// gone, and places that the job has lost since its start, less the number of waiting spares. 0
+    /// if the job is over.
     pub fn wanted(&self) -> usize {
         self.view.state.lock().wanted
     }
@@ -218,12 +219,22 @@ impl RendezvousServer {
         self.view.state.lock().may_shrink
     }
 
-    /// Tells the service if the owner may still start processes for the places of lost ones. While
-    /// it may, such a place is kept free for the peer timeout. False at first.
-    pub fn may_start(&self, yes: bool) {
-        if self.view.owner_starts.swap(yes, Ordering::Relaxed) != yes {
+    /// Tells the service how many processes the owner may still start for the places of lost ones,
+    /// including those that it has started and that have not joined yet. While there are any, such
+    /// a place is kept free for the peer timeout. As many processes may leave the job in order,
+    /// even if its program needs all places. 0 at first.
+    pub fn may_start(&self, count: usize) {
+        if self.view.owner_starts.swap(count, Ordering::Relaxed) != count {
             self.view.wakes.notify_one();
         }
+    }
+
+    /// Tells the service that a process has ended, in the way `why`, and that the owner starts no
+    /// other in its place. If the job was never complete, all processes that have joined or will
+    /// join fail at once with [`NeverJoins`](RendezvousError::NeverJoins). Otherwise does nothing.
+    pub fn never_joins(&self, process: ProcessId, why: String) {
+        self.view.ended_early.lock().push((process, why));
+        self.view.wakes.notify_one();
     }
 
     /// Returns true if all processes of an epoch have ended or left, and none of them returns.
@@ -343,8 +354,11 @@ impl Drop for RendezvousServer {
 struct OwnerView {
     state: Mutex<OwnerViewState>,
     changed: Condvar,
-    owner_starts: AtomicBool,
-    /// Wakes the service's thread after a change of `owner_starts`.
+    owner_starts: AtomicUsize,
+    /// Processes that ended before they joined, with the way in which they ended, until the
+    /// service has heard of them.
+    ended_early: Mutex<Vec<(ProcessId, String)>>,
+    /// Wakes the service's thread after a change of `owner_starts` or `ended_early`.
     wakes: Notify,
 }
 
@@ -408,6 +422,10 @@ impl ServerHub {
         loop {
             self.job
                 .owner_starts(self.view.owner_starts.load(Ordering::Relaxed));
+            let ended_early = std::mem::take(&mut *self.view.ended_early.lock());
+            for (process, why) in ended_early {
+                self.job.never_joins(process, why);
+            }
             let due = self.job.tick(Instant::now());
             self.act();
             tokio::select! {

@@ -283,6 +283,7 @@ fn take_outcome(
         } => {
             let place = &mut found[peer.index()][channel as usize];
             // A peer that lost the answer connects again, and has closed its first connection.
+            let is_open = |before: &TcpStream| line_state(before) != LineState::Closed;
             if place.replace(stream).is_some_and(|before| is_open(&before)) {
                 let why = "two processes claim this number".to_owned();
                 return Err(TransportError::Protocol { peer, why });
@@ -415,20 +416,35 @@ async fn greet(
     ConnectOutcome::Stranger(why)
 }
 
-/// Returns true if the other end has not closed the connection. Reads nothing from it.
-fn is_open(stream: &TcpStream) -> bool {
-    let looked = recv(stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
-    matches!(looked, Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR))
+/// The state of a connection whose handshake is done, as this end sees it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum LineState {
+    /// The other end has not closed the connection, and has sent nothing yet.
+    Silent,
+    /// The other end has sent messages. It may have closed the connection since.
+    HasMessages,
+    Closed,
 }
 
-/// Returns the peers with higher ids of whose two connections only one is open. Such a peer did not
-/// receive the answer of a handshake, and will connect again.
+/// Returns the state of a connection. Reads nothing from it.
+fn line_state(stream: &TcpStream) -> LineState {
+    match recv(stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        Ok((_, 1..)) => LineState::HasMessages,
+        Err(Errno::AGAIN | Errno::INTR) => LineState::Silent,
+        _ => LineState::Closed,
+    }
+}
+
+/// Returns the peers with higher ids that will connect again: one of their two connections is
+/// closed and the other is open. Such a peer did not receive the answer of a handshake.
+///
+/// A peer that has sent messages has both connections. It may have failed and left already.
 fn halves(found: &[[Option<TcpStream>; 2]], process: ProcessId) -> Vec<ProcessId> {
     let is_half = |pair: &[Option<TcpStream>; 2]| {
-        let [control, bulk] = pair
-            .each_ref()
-            .map(|place| place.as_ref().is_some_and(is_open));
-        control != bulk
+        let state =
+            |place: &Option<TcpStream>| place.as_ref().map_or(LineState::Closed, line_state);
+        let states = pair.each_ref().map(state);
+        states.contains(&LineState::Silent) && states.contains(&LineState::Closed)
     };
     let peers = (0..).map(ProcessId).zip(found);
     peers
@@ -483,6 +499,8 @@ fn environment(doing: String, error: &dyn std::error::Error) -> TransportError {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncWriteExt;
+
     use super::*;
     use crate::transport::Transport;
 
@@ -537,6 +555,56 @@ mod tests {
         let _silent: Vec<_> = (0..strangers).map(dial).collect();
         let one = one.connect(one_config).unwrap();
         (zero.join().unwrap().unwrap(), one)
+    }
+
+    /// The other end of a connection in a test.
+    #[derive(Clone, Copy)]
+    struct OtherEnd {
+        says: &'static str,
+        closes: bool,
+    }
+
+    impl OtherEnd {
+        /// Opens the connection. Returns its accepting end, and the other one unless it closes.
+        async fn open(self) -> (TcpStream, Option<TcpStream>) {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let mut other = TcpStream::connect(address).await.unwrap();
+            let (here, _) = listener.accept().await.unwrap();
+            other.write_all(self.says.as_bytes()).await.unwrap();
+            let other = (!self.closes).then_some(other);
+
+            let expected = match (self.says, self.closes) {
+                ("", false) => LineState::Silent,
+                ("", true) => LineState::Closed,
+                _ => LineState::HasMessages,
+            };
+            while line_state(&here) != expected {
+                here.readable().await.unwrap();
+            }
+            (here, other)
+        }
+    }
+
+    #[tokio::test]
+    async fn peer_that_has_spoken_and_left_is_not_awaited() {
+        let end = |says, closes| OtherEnd { says, closes };
+        for (control, bulk, is_awaited) in [
+            (end("", false), end("", false), false),
+            (end("", true), end("", true), false),
+            // It did not hear the answer on one of them.
+            (end("", true), end("", false), true),
+            (end("", false), end("", true), true),
+            // It has failed and taken leave on the connection for control messages.
+            (end("goodbye", true), end("", true), false),
+            (end("goodbye", false), end("", true), false),
+            (end("goodbye", true), end("", false), false),
+        ] {
+            let (control, _other) = control.open().await;
+            let (bulk, _another) = bulk.open().await;
+            let found = [[None, None], [Some(control), Some(bulk)]];
+            assert_eq!(!halves(&found, ProcessId(0)).is_empty(), is_awaited);
+        }
     }
 
     #[test]

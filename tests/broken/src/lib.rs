@@ -91,7 +91,10 @@ programs! {
     Once training::ends_by_itself,
     Once training::saves_nowhere,
     Once training::text_of_each_process,
+    Once weights::host_values,
     Once weights::intake_panics,
     Once weights::leaf_not_published,
     Once weights::lower_version,
+    Once weights::other_publication,
+    Once weights::wanted_twice,
 }

@@ -46,8 +46,8 @@ pub(crate) struct Epochs {
     peer_timeout: Duration,
     /// Number of processes with which the job was started.
     launched: usize,
-    /// True while the server's owner may still start processes for free places.
-    owner_starts: bool,
+    /// Number of processes that the server's owner may still start for free places.
+    owner_starts: usize,
     phase: EpochPhase,
     /// True once a process of the running epoch has left because the job has ended well.
     has_ended_well: bool,
@@ -97,7 +97,7 @@ impl Epochs {
             run,
             peer_timeout,
             launched: processes,
-            owner_starts: false,
+            owner_starts: 0,
             phase: EpochPhase::Gathering,
             has_ended_well: false,
             gathers_since: now,
@@ -668,6 +668,19 @@ impl Epochs {
         {
             actions.answer(link, waits.ask, result.clone());
             self.forget_if_gone(key);
+        }
+    }
+
+    /// Fails a job that was never complete, since a process has ended in the way `why` and no other
+    /// comes in its place.
+    pub(super) fn never_joins(
+        &mut self,
+        process: ProcessId,
+        why: String,
+        actions: &mut JobActions,
+    ) {
+        if self.epoch == 1 && self.phase == EpochPhase::Gathering {
+            self.fail(RendezvousError::NeverJoins { process, why }, actions);
         }
     }
 

@@ -88,8 +88,6 @@ pub struct Builder {
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
     pub(super) facts: Option<ProgramFacts>,
-    /// True for the job of a link beside the user's own job.
-    pub(super) is_side_job: bool,
     /// The numbers of processes and devices that later epochs of the job may have, ascending. Empty
     /// if every epoch has as many processes as the first.
     pub(crate) sizes: Arc<[JobSize]>,
@@ -120,7 +118,6 @@ impl Default for Builder {
             trace: None,
             sync: None,
             facts: None,
-            is_side_job: false,
             sizes: Arc::default(),
             refused_sizes: Arc::default(),
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
+use mpmd_base::block::{mpsc, now, since, thread};
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, LaunchError};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Topology};
 use mpmd_proto::router::{Failure, FailureKind};
@@ -12,11 +13,11 @@ use mpmd_rendezvous::{
     FailureReport, Identity, JobMember, JoinedEpoch, Rendezvous, RendezvousError, RendezvousServer,
     Succession,
 };
-use mpmd_transport::TransportError;
+use mpmd_transport::{Transport, TransportError};
 
 use super::builder::gpus_of;
 use super::facts::ProgramFacts;
-use super::membership::{MemberPlace, Membership, Returning, blame};
+use super::membership::{MemberJob, MemberPlace, Membership, Returning, blame};
 use super::neighbours::Neighbours;
 use super::transports::{self, OpenedTransport};
 use super::{Builder, Program};
@@ -26,8 +27,16 @@ use crate::warning::warn_user;
 /// Maximum number of late processes that a warning names.
 const MOST_NAMED: usize = 8;
 
+/// Interval at which a process that connects its transport looks for lost members.
+const LOSS_LOOK: Duration = Duration::from_millis(50);
+
+/// Time for a transport to connect after a member was lost. A member that is lost after all have
+/// connected is noticed by the transport itself.
+const CONNECTS_WITHIN: Duration = Duration::from_secs(1);
+
 /// A process that has connected to the rendezvous and is about to join its job.
 pub(super) struct Candidate {
+    pub(super) job: MemberJob,
     pub(super) rendezvous: Rendezvous,
     /// The rendezvous service, if this process hosts it.
     pub(super) server: Option<RendezvousServer>,
@@ -86,6 +95,7 @@ impl Candidate {
         let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
 
         let Self {
+            job,
             rendezvous,
             server,
             waits,
@@ -95,6 +105,7 @@ impl Candidate {
             ..
         } = self;
         let membership = Membership::of(
+            job,
             &joined,
             &builder,
             rendezvous,
@@ -103,6 +114,7 @@ impl Candidate {
             peer_timeout,
         );
         let returns = |error: &Error| waits && is_loss(error);
+        let is_simulated = opened.as_ref().is_ok_and(OpenedTransport::is_simulated);
         let agreed = agree(&membership, &builder, &joined, opened, topology);
         let (opened, topology) = match agreed {
             Ok(agreed) => agreed,
@@ -120,7 +132,12 @@ impl Candidate {
         };
 
         let spin = *builder.spin.get_or_insert_default();
-        match opened.connect(token, &joined, peer_timeout, spin) {
+        let connect = move |joined: &JoinedEpoch| opened.connect(token, joined, peer_timeout, spin);
+        let connected = match is_simulated {
+            true => connect(&joined),
+            false => connect_unless_lost(&membership.rendezvous, joined.clone(), connect),
+        };
+        match connected {
             Ok(transport) => builder
                 .start(process, topology, Some(transport), Some(membership))
                 .map(|p| EpochStart::Program(Box::new(p))),
@@ -182,6 +199,52 @@ impl Candidate {
     }
 }
 
+/// Connects a transport on a thread of its own. Waits for it, but not for a member that the
+/// rendezvous service has lost: that one may never come, and the transport cannot know it.
+///
+/// # Errors
+///
+/// Those of `connect`, and [`TransportError::PeerGone`] if a member is lost. The thread then ends
+/// later, within the peer timeout.
+fn connect_unless_lost(
+    rendezvous: &Rendezvous,
+    joined: JoinedEpoch,
+    connect: impl FnOnce(&JoinedEpoch) -> Result<Arc<dyn Transport>> + Send + 'static,
+) -> Result<Arc<dyn Transport>> {
+    let (sender, connected) = mpsc::channel();
+    let connects = move || {
+        // Nobody waits any more once a member was lost.
+        _ = sender.send(connect(&joined));
+    };
+    thread::Builder::new()
+        .name("mpmd-connect".to_owned())
+        .spawn(connects)
+        .map_err(|error| {
+            Error::Environment(format!(
+                "the thread that connects cannot be started: {error}"
+            ))
+        })?;
+
+    let mut lost_since = None;
+    loop {
+        match connected.recv_timeout(LOSS_LOOK) {
+            Ok(connected) => return connected,
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(Error::Environment(
+                    "the thread that connects panicked".to_owned(),
+                ));
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+        let Some((peer, why)) = rendezvous.first_untold_loss() else {
+            continue;
+        };
+        if since(*lost_since.get_or_insert_with(now)) >= CONNECTS_WITHIN {
+            return Err(TransportError::PeerGone { peer, why }.into());
+        }
+    }
+}
+
 /// Checks that this process and the other members fit together, and exchanges the hosts and GPUs of
 /// all devices. Returns this process's transport, and the topology with hosts and GPUs added.
 fn agree(
@@ -217,6 +280,7 @@ fn wrong(error: RendezvousError) -> Error {
 impl Membership {
     /// Creates the membership of a process that has joined an epoch.
     fn of(
+        job: MemberJob,
         joined: &JoinedEpoch,
         builder: &Builder,
         rendezvous: Rendezvous,
@@ -235,6 +299,7 @@ impl Membership {
             .collect();
 
         Self {
+            job,
             rendezvous: Arc::new(rendezvous),
             server,
             succession: Succession::of(joined),
@@ -248,7 +313,6 @@ impl Membership {
             peer_timeout,
             sizes: builder.sizes.clone(),
             refused_sizes: builder.refused_sizes.clone(),
-            is_side_job: builder.is_side_job,
         }
     }
 
@@ -367,4 +431,69 @@ fn placed(builder: &Builder, topology: Topology, members: &[JobMember]) -> Resul
     }
     let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
     Ok(topology.on_hosts(&hosts)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+
+    use mpmd_rendezvous::{JoinConfig, ServerConfig, Token};
+
+    use super::*;
+    use crate::api::program::{SideJob, join_beside};
+
+    #[test]
+    fn member_that_is_lost_before_it_connects_is_not_awaited() {
+        let peer_timeout = Duration::from_secs(60);
+        let token = Token::new([7; 32]);
+        let config = ServerConfig {
+            processes: 2,
+            token: token.clone(),
+            peer_timeout,
+        };
+        let server = RendezvousServer::bind((Ipv4Addr::LOCALHOST, 0).into(), config).unwrap();
+        let connect = |process: u32| {
+            let config = JoinConfig {
+                server: server.address().to_string(),
+                process: ProcessId(process),
+                processes: 2,
+                token: token.clone(),
+                peer_timeout,
+            };
+            Rendezvous::connect(config).unwrap()
+        };
+
+        // Its host accepts connections, but the process is lost before it answers any.
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let address: SocketAddr = listener.local_addr().unwrap();
+        let [first, lost] = [0, 1].map(connect);
+        let joins = std::thread::spawn(move || {
+            let topology = Builder::default().topology(2, None).unwrap();
+            let member = JobMember {
+                addresses: vec![("tcp".to_owned(), address.to_string())],
+                devices: 1,
+                program: super::super::version::fingerprint_beside(&topology),
+                ..JobMember::default()
+            };
+            lost.join(member).unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+            drop(lost);
+        });
+
+        let begin = now();
+        let joined = join_beside(SideJob {
+            publication: "policy",
+            rendezvous: first,
+            token: &token,
+            process: ProcessId(0),
+            devices: &[1, 1],
+            transport: "tcp",
+            peer_timeout,
+            over: None,
+        });
+        let said = joined.expect_err("a member is lost").to_string();
+        assert!(said.contains("process 1 is gone"), "{said}");
+        assert!(since(begin) < peer_timeout / 4, "{:?}", since(begin));
+        joins.join().unwrap();
+    }
 }

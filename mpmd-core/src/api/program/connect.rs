@@ -17,7 +17,7 @@ use mpmd_transport::Transport;
 use super::builder::LayoutFn;
 use super::builder::has_cuda;
 use super::candidate::{Candidate, EpochStart};
-use super::membership::Returning;
+use super::membership::{MemberJob, Returning};
 use super::transports::{self, OpenedTransport};
 use super::{Builder, Program, version};
 use crate::error::{Error, Result};
@@ -294,6 +294,7 @@ fn join(
     };
 
     let candidate = Candidate {
+        job: MemberJob::Program,
         rendezvous,
         server,
         waits,
@@ -355,8 +356,10 @@ fn wrong(error: RendezvousError) -> Error {
 /// The transport of a process in a simulation.
 pub(crate) type SimulatedTransport = Arc<dyn Transport>;
 
-/// A job that this process joins in addition to the job of the user's program.
+/// A job that this process joins in addition to the job of the user's program: a link.
 pub(crate) struct SideJob<'a> {
+    /// The name of the link's publication, for messages.
+    pub(crate) publication: &'a str,
     pub(crate) rendezvous: Rendezvous,
     pub(crate) token: &'a Token,
     /// This process's number in the side job.
@@ -378,6 +381,7 @@ pub(crate) struct SideJob<'a> {
 /// If there is no such transport, or the job cannot be formed within the peer timeout.
 pub(crate) fn join_beside(job: SideJob<'_>) -> Result<Program> {
     let SideJob {
+        publication,
         rendezvous,
         token,
         process,
@@ -386,11 +390,10 @@ pub(crate) fn join_beside(job: SideJob<'_>) -> Result<Program> {
         peer_timeout,
         over,
     } = job;
-    let mut builder = Builder::default()
+    let builder = Builder::default()
         .devices_by_process(devices)
         .peer_timeout(peer_timeout)
         .spin(Spin::Never);
-    builder.is_side_job = true;
     let processes = devices.len();
     let topology = builder.topology(processes, None)?;
     let opened = match over {
@@ -409,6 +412,7 @@ pub(crate) fn join_beside(job: SideJob<'_>) -> Result<Program> {
     };
 
     let candidate = Candidate {
+        job: MemberJob::Link(publication.into()),
         rendezvous,
         server: None,
         waits: false,

@@ -18,6 +18,7 @@ use super::neighbours::Neighbours;
 use crate::error::Error;
 use crate::exec::Runtime;
 use crate::trace::{Trace, unix_now};
+use crate::warning::warn_user;
 
 /// The longest time that a process which hosts the rendezvous service waits, at its end, for the
 /// others to leave.
@@ -26,6 +27,7 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 /// This process's connection to the rendezvous of its job. If this process hosts the rendezvous
 /// service, also the service.
 pub(crate) struct Membership {
+    pub(super) job: MemberJob,
     pub(super) rendezvous: Arc<Rendezvous>,
     pub(super) server: Option<RendezvousServer>,
     /// The processes that can take over the rendezvous service. `None` if there are none.
@@ -42,8 +44,49 @@ pub(crate) struct Membership {
     pub(super) sizes: Arc<[JobSize]>,
     /// The numbers of processes that the layout function refuses, each with its reason.
     pub(super) refused_sizes: Arc<BTreeMap<u32, String>>,
-    /// True for the job of a link beside the user's own job.
-    pub(super) is_side_job: bool,
+}
+
+/// The job of a membership, as messages name it.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum MemberJob {
+    /// The job of the user's program.
+    #[default]
+    Program,
+    /// A link of the publication with this name.
+    Link(Arc<str>),
+}
+
+impl MemberJob {
+    /// Formats a process of the job. A link numbers its processes anew.
+    fn name_process(&self, process: ProcessId) -> String {
+        match self {
+            Self::Program => format!("process {process}"),
+            Self::Link(name) => format!("process {process} of the link of publication {name}"),
+        }
+    }
+
+    fn noun(&self) -> &'static str {
+        match self {
+            Self::Program => "job",
+            Self::Link(_) => "link",
+        }
+    }
+
+    /// Formats the warning that process `me` has lost the rendezvous service, for the reason `why`.
+    pub(super) fn without_service(
+        &self,
+        me: ProcessId,
+        why: &str,
+        peer_timeout: Duration,
+    ) -> String {
+        let process = self.name_process(me);
+        let job = self.noun();
+        format!(
+            "{process} has lost the rendezvous service of the {job} ({why}). The {job} goes on; a \
+             process that dies without closing its connections is noticed only after \
+             {peer_timeout:?}"
+        )
+    }
 }
 
 /// The host on which a process runs, and its system id.
@@ -110,7 +153,8 @@ impl Membership {
         let runtime = Arc::downgrade(runtime);
         let neighbours = self.neighbours.clone();
         let host = self.host();
-        let is_side_job = self.is_side_job;
+        let job = self.job.clone();
+        let peer_timeout = self.peer_timeout;
         let observed = runtime.clone();
         self.rendezvous.on_look(move |_| {
             let activity = observed
@@ -130,11 +174,7 @@ impl Membership {
                 Down::Process(process, why) => runtime.suspect(process, &why),
                 Down::Server(why) => {
                     host.iter().for_each(|host| runtime.suspect(*host, &why));
-                    match is_side_job {
-                        // The link's own ends report that it is over.
-                        true => tracing::debug!("a link has lost its rendezvous service: {why}"),
-                        false => runtime.rendezvous_lost(&why),
-                    }
+                    warn_user(&job.without_service(runtime.me, &why, peer_timeout));
                 }
             }
         }));
@@ -308,4 +348,32 @@ pub(super) fn blame(me: ProcessId, error: &Error) -> Failure {
         _ => (FailureKind::Left, me),
     };
     Failure::new(kind, process, 0, error.to_string()).shortened()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lost_service_is_that_of_the_job_or_of_the_link() {
+        let said = |job: MemberJob| {
+            job.without_service(ProcessId(2), "it was closed", Duration::from_secs(15))
+        };
+        let goes_on = "goes on; a process that dies without closing its connections is noticed \
+                       only after 15s";
+        assert_eq!(
+            said(MemberJob::Program),
+            format!(
+                "process 2 has lost the rendezvous service of the job (it was closed). The job \
+                 {goes_on}"
+            )
+        );
+        assert_eq!(
+            said(MemberJob::Link("policy".into())),
+            format!(
+                "process 2 of the link of publication policy has lost the rendezvous service of \
+                 the link (it was closed). The link {goes_on}"
+            )
+        );
+    }
 }

@@ -52,7 +52,8 @@ pub(super) enum OpenedTransport {
 
 /// A function that returns the transport of a simulated process, or an error if that process was
 /// killed.
-pub(super) type SimulatedEndpoint = Box<dyn FnOnce(&JoinedEpoch) -> Result<Arc<dyn Transport>>>;
+pub(super) type SimulatedEndpoint =
+    Box<dyn FnOnce(&JoinedEpoch) -> Result<Arc<dyn Transport>> + Send>;
 
 impl OpenedTransport {
     /// Opens the transport `name` for a job of `processes`. Network sockets listen at the IP
@@ -96,6 +97,11 @@ impl OpenedTransport {
             .into_iter()
             .map(|(name, address)| (name.to_owned(), address))
             .collect()
+    }
+
+    /// Returns true if connecting takes no time.
+    pub(super) fn is_simulated(&self) -> bool {
+        matches!(self, Self::Simulated(_))
     }
 
     /// Connects to all members and returns the transport. The members must have passed `agree`.

@@ -101,8 +101,10 @@ impl Commits {
     /// first.
     ///
     /// If the program cannot continue with fewer processes ([`RecoveringBuilder::layout`]) and
-    /// there is no spare, this process stays and prints the reason once. It leaves when a spare has
-    /// come.
+    /// there is no replacement, this process stays and prints the reason once. Replacements are
+    /// spares, and processes that `mpmd run --restart` may still start. It leaves when there is
+    /// one. If a replacement is lost before it has the place, the program is called on this process
+    /// once more.
     ///
     /// [`RecoveringBuilder::layout`]: crate::RecoveringBuilder::layout
     ///

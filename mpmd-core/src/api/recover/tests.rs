@@ -1,12 +1,13 @@
 //! Jobs that processes leave while others are lost, and states that are committed or restored
 //! twice.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use fastrand::Rng;
 use mpmd_base::ProcessId;
-use mpmd_base::block::thread;
+use mpmd_base::block::{Mutex, thread};
 use mpmd_layout::aval::f32s;
 use mpmd_layout::spec;
 
@@ -179,6 +180,63 @@ fn both_holders_of_a_region_leave_one_after_the_other() {
         };
         assert_eq!(job.run(), Some((2 + spares, vec![])), "{job:?}");
     }
+}
+
+/// A process asks to leave a job that needs all its places, since a spare waits. The spare dies at
+/// about the time of the change.
+#[test]
+fn leaver_stays_if_the_spare_that_replaces_it_dies() {
+    let mut called_back = 0;
+    for seed in seeds(200) {
+        let mut random = Rng::with_seed(seed);
+        let processes = random.usize(2..5);
+        let job = Leaving {
+            seed,
+            processes,
+            spares: 1,
+            asks: vec![(ProcessId(random.u32(..processes as u32)), 1)],
+            deaths: vec![(ProcessId(processes as u32), random.u64(1_000..15_000))],
+            pause: random.u64(..3) * 10,
+        };
+        let needs_all = move |size| match size == processes {
+            true => Ok(processes),
+            false => Err("it needs all of its places".to_owned()),
+        };
+
+        let founders = Mutex::new(BTreeSet::new());
+        let has_replaced = AtomicBool::new(false);
+        let returned = AtomicUsize::new(0);
+        let (ends, report) = job
+            .simulation()
+            .shrink(needs_all)
+            .run_recovering(1, |p, commits| {
+                // Each process is a thread.
+                let me = format!("{:?}", std::thread::current().id());
+                if p.epoch() == 1 {
+                    founders.lock().insert(me);
+                } else if founders.lock().contains(&me) {
+                    returned.fetch_add(1, Ordering::Relaxed);
+                } else {
+                    has_replaced.store(true, Ordering::Relaxed);
+                }
+                job.count(p, commits)
+            });
+        // Else it is the loss of a process that has a place, and nothing replaces that.
+        if has_replaced.into_inner() {
+            continue;
+        }
+        called_back += usize::from(returned.into_inner() == processes);
+        for end in &ends[..processes] {
+            let sum = end.as_ref().unwrap_or_else(|why| panic!("{job:?}: {why}"));
+            assert_eq!(*sum, Some(60.0 * STEPS as f32), "{job:?}");
+        }
+        assert!(
+            report.time < Duration::from_secs(5),
+            "{job:?}: {:?}",
+            report.time
+        );
+    }
+    assert!(called_back > 0, "no spare has died in time");
 }
 
 /// Runs a program in two processes. Returns the texts of their errors.

@@ -92,6 +92,7 @@ impl Invitation {
         };
         let (rendezvous, over) = net.join_link(config).map_err(wrong)?;
         join_beside(SideJob {
+            publication: &self.name,
             rendezvous,
             token: &token,
             process,

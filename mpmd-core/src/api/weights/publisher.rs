@@ -133,7 +133,7 @@ pub struct PublisherMetrics {
 /// Subscribers cost the program nothing: separate threads serve them. A subscriber that dies ends
 /// only its own link. Dropping the publisher ends all links.
 pub struct Publisher {
-    shared: Arc<PublicationShared>,
+    pub(super) shared: Arc<PublicationShared>,
     leaves: Vec<PublishedLeaf>,
     /// The source of each shard of the [`Store`], in the store's order.
     shards: Vec<PublishedShard>,

@@ -374,6 +374,14 @@ impl Store {
         self.memory.stats().mapped
     }
 
+    /// Returns the number of entries that links have in the store: pinned versions, their numbers,
+    /// and regions to hash.
+    #[cfg(test)]
+    pub(super) fn link_entries(&self) -> usize {
+        let state = self.state.lock();
+        state.pins.len() + state.pinned.len() + state.hashed.len()
+    }
+
     /// Ends the publication with the reason `why`. Links end after they have sent the last version.
     pub(super) fn end(&self, why: PublicationEnd) {
         self.state.lock().ended.get_or_insert(why);

@@ -636,3 +636,37 @@ fn publisher_whose_values_never_come_ends_in_time() {
     drop(go);
     p.finish().unwrap();
 }
+
+/// Asserts counts, not bytes: the system's allocator keeps some memory of each thread that it has
+/// seen, until it has as many arenas as it wants.
+#[test]
+fn links_that_end_leave_no_entries_at_the_publisher() {
+    let mut training = Program::builder().devices(3).alone().unwrap();
+    let leaves = tree(&mut training, 1, SHAPES);
+    let publication = Publication::new("policy", token());
+    let mut publisher = training.publisher(publication, &leaves).unwrap();
+    publisher.publish(1, &leaves).unwrap();
+    let address = publisher.address().unwrap().to_string();
+    let holders = || std::sync::Arc::strong_count(&publisher.shared);
+    let before = holders();
+
+    let mut p = Program::builder().devices(2).alone().unwrap();
+    for _ in 0..20 {
+        let subscribing = Subscribing::new("policy", address.clone(), token());
+        let wanted = vec![wanted_here(&p)];
+        let subscription = p.subscribe(subscribing, wanted).unwrap();
+        assert_eq!(subscription.wait(1, LONG), Some(1));
+    }
+
+    // The thread of a link ends a moment after it.
+    let start = std::time::Instant::now();
+    while holders() > before && start.elapsed() < LONG {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(holders(), before, "no thread of a link is left");
+    assert_eq!(publisher.shared.store.link_entries(), 0);
+    assert_eq!(publisher.metrics().subscribers, 0);
+    drop(publisher);
+    training.finish().unwrap();
+    p.finish().unwrap();
+}

@@ -13,7 +13,6 @@ use mpmd_rendezvous::FailureReport;
 use crate::error::Error;
 use crate::exec::job::start::TICK;
 use crate::exec::{Doing, Runtime};
-use crate::warning::warn_user;
 
 /// Time limit for the transport to flush when it closes after a failure. Without a failure the
 /// limit is the peer timeout: a peer that misses the goodbye counts this process as lost.
@@ -53,15 +52,6 @@ impl Runtime {
     /// messages still come from it within a few heartbeats.
     pub(crate) fn suspect(self: &Arc<Self>, peer: ProcessId, why: &str) {
         self.with_router(|router| router.suspect(peer, why, self.now()));
-    }
-
-    /// Warns the user that this process has lost the rendezvous service. The job goes on.
-    pub(crate) fn rendezvous_lost(&self, why: &str) {
-        warn_user(&format!(
-            "process {} has lost the rendezvous service of the job ({why}). The job goes on; a \
-             process that dies without closing its connections is noticed only after {:?}",
-            self.me, self.config.peer_timeout
-        ));
     }
 
     /// Stores the failure of an operation on this process, if it is the first. Wakes threads that

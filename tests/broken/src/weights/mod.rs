@@ -1,12 +1,16 @@
 //! Programs that publish and take versions of weights.
 
+pub(crate) mod host_values;
 pub(crate) mod intake_panics;
 pub(crate) mod leaf_not_published;
 pub(crate) mod lower_version;
+pub(crate) mod other_publication;
+pub(crate) mod wanted_twice;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use mpmd::ProcessId;
 use mpmd::launch::Token;
 use mpmd::prelude::*;
 use mpmd::weights::{Publication, Publisher, Subscribing, Subscription, WantedLeaf};
@@ -46,12 +50,27 @@ fn wanted(p: &Program, name: &str) -> Result<Vec<WantedLeaf>> {
 
 /// Returns the trouble of a subscription as an error, once there is some. A dry run has none.
 fn trouble(p: &Program, subscription: &Subscription) -> Result<()> {
+    match p.is_dry_run() {
+        true => Ok(()),
+        false => wait_for_trouble(subscription).map_or(Ok(()), |why| Err(Error::Environment(why))),
+    }
+}
+
+/// Returns the trouble of the subscription on process 0 as an error on every process.
+fn trouble_of_process_0(p: &mut Program, subscription: &Subscription) -> Result<()> {
+    let wait = || Ok(wait_for_trouble(subscription));
+    let why: Option<String> = p.broadcast_value(ProcessId(0), None, wait)?;
+    why.map_or(Ok(()), |why| Err(Error::Environment(why)))
+}
+
+/// Waits for the trouble of a subscription, at most for [`SOON`].
+fn wait_for_trouble(subscription: &Subscription) -> Option<String> {
     let start = Instant::now();
-    while !p.is_dry_run() && start.elapsed() < SOON {
+    while start.elapsed() < SOON {
         if let Some(why) = subscription.state().trouble {
-            return Err(Error::Environment(why));
+            return Some(why);
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    Ok(())
+    None
 }

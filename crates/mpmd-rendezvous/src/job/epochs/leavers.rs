@@ -3,7 +3,8 @@
 //!
 //! Such a process waits without a place ([`JobMember::leaves`]). Once that commit is whole it hears
 //! that the job can do without it. If a process is lost before, it has a place in the next epoch
-//! again, and may ask to leave that one.
+//! again, and may ask to leave that one. So it has if a spare that was to replace it is gone when
+//! the next epoch gathers, and the program does not go on without that place.
 
 use std::time::Duration;
 
@@ -144,10 +145,13 @@ impl Epochs {
     /// allows it. Otherwise it gets the place of a process that came later and has no copies, which
     /// then waits as a spare.
     pub(super) fn call_leavers_back(&mut self) {
-        if !self.leavers.go_on() {
-            return;
-        }
-        let leavers = self.leavers.take();
+        let waiting = self.leavers.waiting.len();
+        let needed = match self.leavers.go_on() {
+            true => waiting,
+            false => self.count_without_replacement(),
+        };
+        // Those that came last stay.
+        let leavers = self.leavers.waiting.split_off(waiting - needed);
         let (first, others) = leavers
             .into_iter()
             .partition::<Vec<_>, _>(|leaver| self.own_place(leaver).is_some());
@@ -171,6 +175,23 @@ impl Epochs {
                 self.leavers.waiting.push(leaver);
             }
         }
+    }
+
+    /// Returns the number of leaving processes whose places nobody takes, and without which the
+    /// program does not go on.
+    fn count_without_replacement(&self) -> usize {
+        let Some(leaver) = self.leavers.waiting.first() else {
+            return 0;
+        };
+        let size = self.seats.len();
+        let free = processes(size)
+            .filter(|at| self.is_free(*at) && self.vacant[at.index()])
+            .count();
+        let open = free.saturating_sub(self.replacements());
+
+        let goes_on = |back: &usize| *back == open || allows(leaver, size - open + back);
+        let most = open.min(self.leavers.waiting.len());
+        (0..=most).find(goes_on).unwrap_or(0)
     }
 
     /// Returns the place that a process had in the previous epoch, if it is free.

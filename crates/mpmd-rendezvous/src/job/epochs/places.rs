@@ -286,7 +286,7 @@ impl Epochs {
         }
 
         let is_complete = self.seats.iter().all(Option::is_some);
-        let shrinks = !self.owner_starts && self.shrinks();
+        let shrinks = self.owner_starts == 0 && self.shrinks();
         if self.leavers.awaited == 0 && (is_complete || shrinks) {
             self.begin(actions);
         }
@@ -396,7 +396,7 @@ impl Epochs {
             };
             actions.answer(link, ask, Ok(answer));
         }
-        if self.owner_starts || !self.spares.is_empty() {
+        if self.replacements() > 0 {
             self.tell_size(actions);
         }
     }
@@ -572,6 +572,24 @@ mod tests {
         );
         table.join(1, "");
         assert_eq!(errors(table.said()), [(11, missing)]);
+    }
+
+    #[test]
+    fn process_that_ends_before_it_joins_is_told_to_those_that_wait() {
+        let mut table = Table::new(3);
+        table.join(0, "");
+        table.job.never_joins(ProcessId(2), "it ended".to_owned());
+        let ended = RendezvousError::NeverJoins {
+            process: ProcessId(2),
+            why: "it ended".to_owned(),
+        };
+        assert_eq!(errors(table.said()), [(10, ended.clone())]);
+        table.join(1, "");
+        assert_eq!(errors(table.said()), [(11, ended)]);
+
+        let mut table = Table::running(2);
+        table.job.never_joins(ProcessId(1), "it ended".to_owned());
+        assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
     }
 
     #[test]

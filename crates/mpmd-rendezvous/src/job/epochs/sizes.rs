@@ -15,9 +15,9 @@ use super::{EpochPhase, Epochs};
 const MOST_RANGES: usize = 64 << 10;
 
 impl Epochs {
-    /// Records if the server's owner may still start processes for free places.
-    pub(in crate::job) fn owner_starts(&mut self, yes: bool, actions: &mut JobActions) {
-        if std::mem::replace(&mut self.owner_starts, yes) != yes {
+    /// Records the number of processes that the server's owner may still start for free places.
+    pub(in crate::job) fn owner_starts(&mut self, count: usize, actions: &mut JobActions) {
+        if std::mem::replace(&mut self.owner_starts, count) != count {
             self.place_spares(actions);
             self.tell_size(actions);
         }
@@ -88,11 +88,10 @@ impl Epochs {
             .max(now)
     }
 
-    /// Returns the number of processes that could replace processes of the running epoch. Processes
-    /// that the owner may start count as one, because the server does not know how many there will
-    /// be.
-    fn replacements(&self) -> usize {
-        self.spares.len() + usize::from(self.owner_starts)
+    /// Returns the number of processes that could replace processes of the running epoch: spares,
+    /// and processes that the owner may start.
+    pub(super) fn replacements(&self) -> usize {
+        self.spares.len().saturating_add(self.owner_starts)
     }
 
     /// Tells process 0 of a running epoch how many processes the next epoch could have, and how
@@ -102,7 +101,7 @@ impl Epochs {
             && first.ended.is_none()
         {
             let processes = self.could_have() as u32;
-            let replacements = self.replacements() as u32;
+            let replacements = u32::try_from(self.replacements()).unwrap_or(u32::MAX);
             let said = ServerReply::CouldHave {
                 processes,
                 replacements,

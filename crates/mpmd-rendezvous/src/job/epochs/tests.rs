@@ -911,14 +911,14 @@ fn size_that_the_program_refuses_is_waited_out() {
 #[test]
 fn place_is_kept_free_while_the_owner_may_start() {
     let mut table = Table::of_sizes(&[2, 3]);
-    table.job.owner_starts(true);
+    table.job.owner_starts(1);
     table.die(10);
     go_on(&mut table, 2, &[11, 12], &[]);
     assert_eq!(table.joined(), []);
-    table.job.owner_starts(false);
+    table.job.owner_starts(0);
     assert_eq!(table.joined(), [(21, 0, 2), (22, 1, 2)]);
     // Or none comes in time.
-    table.job.owner_starts(true);
+    table.job.owner_starts(1);
     table.die(22);
     table.sizes = SizeRange::of([1]);
     go_on(&mut table, 3, &[21], &[]);

@@ -82,6 +82,8 @@ struct Process {
     done: u64,
     epoch: u64,
     members: usize,
+    /// True once the processes have agreed that this one leaves the job in order.
+    leaves: bool,
     address: String,
     /// The service and the link of its connection.
     link: Option<(usize, Link)>,
@@ -110,6 +112,8 @@ struct World {
     /// The services and epochs in which processes have ended well.
     ends: BTreeSet<(usize, u64)>,
     busy: Duration,
+    /// Number of processes that may still leave the job in order.
+    leavers: u32,
 }
 
 /// The faults of a job.
@@ -117,13 +121,15 @@ struct World {
 struct Faults {
     /// The longest time in which a process runs code of its own after the end of an epoch.
     busy: Duration,
+    /// Number of processes that leave the job in order.
+    leavers: u32,
     sleeps: u32,
     cuts: u32,
     kills: u32,
 }
 
 impl World {
-    fn new(seed: u64, busy: Duration) -> Self {
+    fn new(seed: u64, faults: Faults) -> Self {
         let mut random = fastrand::Rng::with_seed(seed);
         let start = Instant::now();
         let now = Duration::from_secs(1000);
@@ -138,6 +144,7 @@ impl World {
             done: 0,
             epoch: 1,
             members: 0,
+            leaves: false,
             address: FIRST.to_owned(),
             link: None,
             inbox: VecDeque::new(),
@@ -157,7 +164,8 @@ impl World {
             processes,
             services,
             ends,
-            busy,
+            busy: faults.busy,
+            leavers: faults.leavers,
         };
         let job = JobState::new(count, TIMEOUT, RUN, world.instant());
         world.serve(0, FIRST.to_owned(), job);
@@ -394,6 +402,8 @@ impl World {
                 this.identity.run = Some(run);
                 this.epoch = epoch;
                 this.members = joined.members.len();
+                // It may have been called back.
+                this.leaves = false;
                 hear(&mut this.succession, Succession::of(&joined));
                 this.contact.has_place();
                 this.doing = Doing::Runs;
@@ -565,6 +575,7 @@ impl World {
             pid: process as u32,
             sizes: SizeRange::of(1..=count as u32),
             heir: (!hosts).then_some(heir),
+            leaves: this.leaves,
             ..JobMember::default()
         };
         this.address = address;
@@ -584,6 +595,27 @@ impl World {
             member: Box::new(member),
         };
         self.say(process, join);
+    }
+
+    /// Lets the processes of an epoch go on without one of them, which leaves in order. The process
+    /// that runs the service stays.
+    fn agree_on_leaver(&mut self, members: &[usize]) {
+        let runs_service = |process: &&usize| {
+            self.services
+                .iter()
+                .any(|service| service.host == **process)
+        };
+        let others: Vec<usize> = members
+            .iter()
+            .filter(|it| !runs_service(it))
+            .copied()
+            .collect();
+        if others.len() < 2 {
+            return;
+        }
+        let leaver = others[self.random.usize(..others.len())];
+        self.processes[leaver].leaves = true;
+        members.iter().for_each(|process| self.returns(*process));
     }
 
     /// Lets each epoch whose processes all run make a step.
@@ -608,6 +640,13 @@ impl World {
                 .map(|process| self.processes[*process].done)
                 .max();
             let done = done.unwrap_or(0) + 1;
+            self.say(first, ClientRequest::Whole);
+            if done < STEPS && self.leavers > 0 && self.random.u32(..20) == 0 {
+                self.leavers -= 1;
+                self.agree_on_leaver(&members);
+                continue;
+            }
+
             for process in members {
                 self.processes[process].done = done;
                 if done >= STEPS {
@@ -639,7 +678,7 @@ fn run(seeds: std::ops::Range<u64>, faults: Faults) -> (usize, usize) {
     let mut well = 0;
     let mut outlived = 0;
     for seed in seeds {
-        let mut world = World::new(seed, faults.busy);
+        let mut world = World::new(seed, faults);
         world.run(faults);
         let World {
             ends, processes, ..
@@ -670,6 +709,7 @@ fn job_with_sleepers_and_deaths_ends_once_at_most() {
         0..seeds(),
         Faults {
             busy: 3 * TIMEOUT,
+            leavers: 0,
             sleeps: 3,
             cuts: 1,
             kills: 1,
@@ -682,12 +722,30 @@ fn job_with_sleepers_and_deaths_ends_once_at_most() {
     assert!(well > 0 && outlived > 0, "{well}, {outlived}");
 }
 
+/// A process that has left in order, or was asleep at the end, knows nothing of the end. Nobody
+/// keeps a record of it, since none of them goes on by itself.
+#[test]
+fn job_that_processes_leave_ends_once_at_most() {
+    let (well, outlived) = run(
+        0..seeds(),
+        Faults {
+            busy: 3 * TIMEOUT,
+            leavers: 2,
+            sleeps: 3,
+            cuts: 1,
+            kills: 1,
+        },
+    );
+    assert!(well > 0 && outlived > 0, "{well}, {outlived}");
+}
+
 #[test]
 fn job_with_deaths_alone_ends_once() {
     let (well, _) = run(
         0..seeds(),
         Faults {
             busy: TIMEOUT / 2,
+            leavers: 0,
             sleeps: 0,
             cuts: 0,
             kills: 3,

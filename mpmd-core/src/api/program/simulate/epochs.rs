@@ -9,7 +9,7 @@ use mpmd_rendezvous::{Identity, JobMember, LocalServer, SizeRange};
 
 use super::super::builder::LayoutFn;
 use super::super::candidate::{Candidate, EpochStart};
-use super::super::membership::Returning;
+use super::super::membership::{MemberJob, Returning};
 use super::super::transports::{self, OpenedTransport};
 use super::faults::{JobOver, SimulatedParts};
 use super::life::EpochNetwork;
@@ -265,6 +265,7 @@ impl SimulatedJob<'_> {
             ..JobMember::default()
         };
         let candidate = Candidate {
+            job: MemberJob::Program,
             rendezvous,
             server: None,
             waits: true,

@@ -109,6 +109,76 @@ fn leavers_have_places_before_processes_without_copies() {
     assert_eq!(leavers, 2, "{links:?}");
 }
 
+/// Lets these processes of epoch 1 return.
+fn return_all(table: &mut Table, processes: &[u32]) {
+    for process in processes {
+        table.leave(10 + u64::from(*process), true);
+        table.join(2, *process);
+    }
+}
+
+#[test]
+fn leaver_stays_if_its_replacement_dies_before_the_change() {
+    // The order of (the leaver's return, the spare's death, the return of process 0).
+    for order in [
+        [0, 1, 2],
+        [1, 0, 2],
+        [0, 2, 1],
+        [1, 2, 0],
+        [2, 0, 1],
+        [2, 1, 0],
+    ] {
+        // The program goes on with three processes alone.
+        for sizes in [&[][..], &[3]] {
+            let mut table = Table::of_sizes(sizes);
+            table.join_as(90, 1, 3);
+            whole(&mut table, 10);
+            for event in order {
+                match event {
+                    0 => leave_job(&mut table, 1),
+                    1 => table.die(90),
+                    _ => return_all(&mut table, &[0]),
+                }
+            }
+            return_all(&mut table, &[2]);
+            let all = [(20, 0, 2), (21, 1, 2), (22, 2, 2)];
+            assert_eq!(table.joined(), all, "{order:?}, {sizes:?}");
+        }
+    }
+}
+
+#[test]
+fn of_two_leavers_one_stays_if_one_replacement_dies() {
+    let leave_both = |table: &mut Table| {
+        whole(table, 10);
+        leave_job(table, 1);
+        leave_job(table, 2);
+    };
+    let mut table = Table::running();
+    table.join_as(90, 1, 3);
+    table.join_as(91, 1, 4);
+    leave_both(&mut table);
+    table.die(90);
+    return_all(&mut table, &[0]);
+    assert_eq!(table.joined(), [(20, 0, 2), (91, 1, 2), (22, 2, 2)]);
+
+    // The launcher starts another one, until it may start none.
+    let mut table = Table::running();
+    table.job.owner_starts(2);
+    leave_both(&mut table);
+    return_all(&mut table, &[0]);
+    assert_eq!((table.joined(), table.job.epochs.wanted()), (vec![], 2));
+    table.job.owner_starts(1);
+    table.job.owner_starts(0);
+    assert_eq!(table.joined(), [(20, 0, 2), (21, 1, 2), (22, 2, 2)]);
+
+    // The program goes on with one, but not with two.
+    let mut table = Table::of_sizes(&[1, 3]);
+    leave_both(&mut table);
+    return_all(&mut table, &[0]);
+    assert_eq!(table.joined(), [(20, 0, 2)]);
+}
+
 #[test]
 fn process_0_hears_how_many_can_replace_others() {
     let mut table = Table::of_sizes(&[3]);
@@ -124,9 +194,9 @@ fn process_0_hears_how_many_can_replace_others() {
     };
 
     table.join_as(90, 1, 3);
-    table.job.owner_starts(true);
-    table.job.owner_starts(false);
-    assert_eq!(replacements(&mut table), [(10, 1), (10, 2), (10, 1)]);
+    table.job.owner_starts(3);
+    table.job.owner_starts(0);
+    assert_eq!(replacements(&mut table), [(10, 1), (10, 4), (10, 1)]);
     table.join_as(91, 1, 4);
     table.die(12);
     replacements(&mut table);
