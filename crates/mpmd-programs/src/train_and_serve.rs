@@ -102,13 +102,9 @@ struct DividedStages {
 ///
 /// If the folder or the arguments are invalid, or the job could not be started.
 pub fn train_and_serve(args: &TrainAndServe) -> anyhow::Result<ExitCode> {
-<<<<<<< HEAD
-    let folder = model::open(&args.model, None)?;
-=======
     // Before the front listens, so that the first requests are logged, too.
     Program::log_to_stderr();
-    let folder = Folder::open(&args.model)?;
->>>>>>> n65o
+    let folder = model::open(&args.model, None)?;
     folder.check_training()?;
     let parts = DividedStages::new(args, &folder)?;
     let mut devices = parts.serving.devices(|stage| stage)?;

@@ -98,7 +98,8 @@ fn check(words: &[String], helps: &mut Helps) -> Result<(), String> {
 fn check_cargo(arguments: &[String], helps: &mut Helps) -> Result<(), String> {
     let (own, inner) = split_at_dashes(arguments);
     let targets = own.windows(2).filter(|pair| pair[0] == "--bin");
-    for pair in targets.clone() {
+    let targets: Vec<_> = targets.collect();
+    for pair in &targets {
         if !PROGRAMS.iter().any(|(known, _)| *known == pair[1]) {
             return Err(format!("cargo finds no program {}", pair[1]));
         }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use mpmd::aval::DType;
 use mpmd::random::Key;
 use mpmd::region::Region;
-use mpmd::train::tensors::{TensorFile, file_note, read_regular};
+use mpmd::train::tensors::{TensorFile, file_note, read_json, read_regular};
 use mpmd::{Error, Fact, Result};
 use serde_json::{Map, Value};
 
@@ -212,7 +212,7 @@ impl AdapterConfig {
             .and_then(|path| read_regular(&path, LARGEST_FILE))
             .map_err(|why| unexpected(&file, "", expected, why))?;
         let map: Map<String, Value> =
-            serde_json::from_slice(&text).map_err(|why| unexpected(&file, "", expected, why))?;
+            read_json(&text).map_err(|why| unexpected(&file, "", expected, why))?;
         check_kind(&file, &map)?;
 
         let value = |key: &str| map.get(key).unwrap_or(&Value::Null);

@@ -57,7 +57,10 @@ impl DividedModel {
     ) -> anyhow::Result<Self> {
         let stages = cut.stages();
         let schedule = args.schedule(stages)?;
-        let model = cut.divide(cut.stages_of(source, args.time, "--time")?, HeldBytes::FROZEN)?;
+        let model = cut.divide(
+            cut.stages_of(source, args.time, "--time")?,
+            HeldBytes::FROZEN,
+        )?;
         Self::placed(model.packed(is_packed), schedule)
     }
 
