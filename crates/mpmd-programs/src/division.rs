@@ -52,8 +52,8 @@ impl DivisionArgs {
         }
     }
 
-    /// Cuts a model into the stages of these arguments, for sequences of up to `positions` tokens. The
-    /// option `positions_option` gives that number.
+    /// Cuts a model into the stages of these arguments, for sequences of up to `positions` tokens.
+    /// The option `positions_option` gives that number.
     ///
     /// # Errors
     ///

@@ -178,8 +178,8 @@ fn replace_word(text: &str, word: &str, value: &str) -> String {
     text.split('\n').map(replace).collect::<Vec<_>>().join("\n")
 }
 
-/// Runs a command in the page's folder, and compares its output with that of the page. The output of
-/// the reader's own program is not compared.
+/// Runs a command in the page's folder, and compares its output with that of the page. The output
+/// of the reader's own program is not compared.
 fn run(site: &Sandbox, command: &PageCommand, script: &str) -> Result<(), String> {
     let mut shell = site.command("sh");
     let path = std::env::var("PATH").unwrap_or_default();

@@ -204,7 +204,9 @@ pub(super) fn json(rows: &[MeasuredFigure], run: &BenchRun<'_>) -> Value {
                 json!({"values": row.against, "spread": spread_of(spread(&row.against))})
             }),
             "peer": row.peer,
-            "ratio": run.against.as_ref().map(|_| json!({"values": ratios, "spread": spread_of(ratio)})),
+            "ratio": run.against.as_ref().map(|_| {
+                json!({"values": ratios, "spread": spread_of(ratio)})
+            }),
             "mark": mark(row),
             "why": row.why,
         })
