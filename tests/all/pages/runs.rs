@@ -56,6 +56,7 @@ const WORDS: &[(&str, &str)] = &[
     ("TEXT", "LICENSE-MIT"),
     ("FILE", "LICENSE-MIT"),
     ("CONFIG", "grouped"),
+    ("ADAPTER", "adapter"),
     (READERS_PROGRAM, "train_gpt --elastic"),
 ];
 
@@ -106,6 +107,7 @@ fn furnish(folder: &Path) {
         ("LICENSE-MIT", "LICENSE-MIT"),
         ("LICENSE-APACHE", "LICENSE-APACHE"),
         (grouped, "grouped"),
+        ("crates/mpmd-models/tests/adapters/grouped", "adapter"),
     ];
     for (file, name) in files {
         symlink(root.join(file), folder.join(name)).unwrap();
@@ -154,11 +156,13 @@ fn plain_programs(text: &str) -> String {
     format!("{before}{}", bin.replacen(" -- ", " ", 1))
 }
 
-/// Gives a training few steps, and `train_gpt` a short text.
+/// Gives a training few steps, with an evaluation after each, and `train_gpt` a short text.
 fn few_steps(script: &str) -> String {
     let mut words: Vec<&str> = script.split(' ').collect();
-    if let Some(at) = words.iter().position(|word| *word == "--steps") {
-        words[at + 1] = "3";
+    for (option, value) in [("--steps", "3"), ("--evaluate-every", "1")] {
+        if let Some(at) = words.iter().position(|word| *word == option) {
+            words[at + 1] = value;
+        }
     }
     let script = words.join(" ");
     replace_word(

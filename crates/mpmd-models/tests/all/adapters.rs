@@ -52,6 +52,26 @@ fn score(folder: &Folder) -> f64 {
 }
 
 #[test]
+fn adapters_of_peft_give_the_scores_that_it_computes() {
+    let adapters = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/adapters");
+    let scores = fs::read(adapters.join("scores.json")).unwrap();
+    let scores: BTreeMap<String, f64> = serde_json::from_slice(&scores).unwrap();
+    assert_eq!(scores.len(), 3);
+
+    for (name, expected) in scores {
+        let folder = open(&name);
+        let adapter = Adapter::open(adapters.join(&name)).unwrap();
+        let adapted = score(&folder.with_adapter(&adapter).unwrap());
+        assert!(
+            (adapted - expected).abs() < TOLERANCE,
+            "{name}: {adapted}, not {expected}"
+        );
+        // Else a test without any adapter would pass.
+        assert!((score(&open(&name)) - expected).abs() > 1e-3, "{name}");
+    }
+}
+
+#[test]
 fn model_with_adapter_computes_what_the_merged_one_does() {
     for name in MODELS {
         let to = tempfile::tempdir().unwrap();

@@ -146,7 +146,7 @@ mod tests {
         }
         let text = "{\"a\": 1,\n \"b\": 2, \"a\": 3}";
         let said = read_json::<Value>(text.as_bytes()).unwrap_err().to_string();
-        let expected = "the key \"a\" twice in an object, the second time at line 2 column 13";
+        let expected = "the key \"a\" twice in an object, the second time at line 2 column 12";
         assert_eq!(said, expected);
     }
 
