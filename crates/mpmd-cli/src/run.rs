@@ -91,12 +91,12 @@ pub(crate) struct RunArgs {
 }
 
 impl RunArgs {
-    /// Starts the job, and blocks until all its processes have ended. The exit code is that of the
-    /// process that failed first, 0 if none failed. It is 127 if the program does not exist, and
-    /// 126 if it cannot be executed.
+    /// Starts the job, and blocks until all its processes have ended. Returns the exit code of the
+    /// first process to fail, 0 if none failed, 127 if the program does not exist, and 126 if it
+    /// cannot be executed.
     ///
-    /// With `--add`, adds processes to a running job instead: that of the process which
-    /// `process_of_job` returns for the value of `--job`.
+    /// With `--add`, adds processes to a running job instead. `process_of_job` finds that job: from
+    /// the value of `--job` it returns one of the job's processes.
     pub(crate) fn run(
         self,
         process_of_job: impl FnOnce(Option<u32>) -> anyhow::Result<u32>,

@@ -1,9 +1,9 @@
-//! The rule by which a process may go on with the service of its job by itself.
+//! The rule that decides if a process may run its job's service after the service was lost.
 //!
-//! When the service's address refuses connections, its process has died, or the job has ended and
-//! all processes are gone. The job cannot have ended while this process was in contact with the
-//! service, since the others go on without it only after the peer timeout. So a process goes on
-//! with the service only if it was in contact until the service's process died:
+//! An address that refuses connections has two possible causes: the service's process has died, or
+//! the whole job has ended. The job cannot have ended while this process was in contact with the
+//! service, since the others go on without a process only after the peer timeout. So a process runs
+//! the service itself only if it was in contact until the service's process died:
 //!
 //! - It had heard from the service within the peer timeout when its connection was closed, and was
 //!   not stopped for longer than that.

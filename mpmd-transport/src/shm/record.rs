@@ -20,8 +20,8 @@ pub(super) const LANDED: u32 = 7;
 /// Record kind: a message whose payload could not be produced. Contains the header, then the
 /// reason.
 pub(super) const BROKEN: u32 = 8;
-/// Record kind: a message whose payload is the receiver's own memory, which the sender has
-/// borrowed. Contains the header, then a [`ToOwner`].
+/// Record kind: a message with a payload in the receiver's own memory, borrowed by the sender
+/// earlier. Contains the header, then a [`ToOwner`].
 pub(super) const TO_OWNER: u32 = 11;
 
 /// Record kind: a new segment in which later messages may lend memory. Contains its number (four

@@ -100,7 +100,7 @@ fn devices(text: &str) -> Result<DeviceKindList, LaunchError> {
 }
 
 impl DeviceKindList {
-    /// True if all devices are CPU devices, whose memory is that of their host.
+    /// True if all devices are CPU devices. Their memory is memory of the host.
     pub fn is_cpu(&self) -> bool {
         self.0.iter().all(|kind| *kind == DeviceKind::Cpu)
     }

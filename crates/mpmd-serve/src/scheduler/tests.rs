@@ -28,8 +28,9 @@ fn next_token(hash: u64, version: u64) -> u32 {
         .unwrap_or(0) as u32
 }
 
-/// A toy model whose next token depends on all earlier tokens. For each position its cache has the
-/// hash of the tokens up to there, and the version that computed it. Checks what a pass reads.
+/// A toy model: the next token depends on all earlier tokens. For each position its cache has a
+/// hash of the tokens up to that position, and the version of the weights that computed it. The
+/// model checks the cache entries that a pass reads.
 struct Toy {
     cache: Vec<[Option<(u64, u64)>; BLOCK]>,
     /// The last chosen token of each slot.

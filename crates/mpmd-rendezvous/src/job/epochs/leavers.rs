@@ -1,10 +1,13 @@
 //! Processes that leave the job in order, but have copies of its state: the others have one copy of
 //! some regions until their first commit of the next epoch is whole.
 //!
-//! Such a process waits without a place ([`JobMember::leaves`]). Once that commit is whole it hears
-//! that the job can do without it. If a process is lost before, it has a place in the next epoch
-//! again, and may ask to leave that one. So it has if a spare that was to replace it is gone when
-//! the next epoch gathers, and the program does not go on without that place.
+//! Such a process waits without a place ([`JobMember::leaves`]). Once that commit is whole, the
+//! service tells it that the job can do without it. It gets a place in the next epoch again, and may
+//! ask to leave that one, in two cases:
+//!
+//! - Another process is lost before the commit is whole.
+//! - The spare that should replace it is gone when the next epoch gathers, and the program does not
+//!   go on without that place.
 
 use std::time::Duration;
 
