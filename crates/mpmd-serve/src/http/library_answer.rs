@@ -11,6 +11,7 @@ use std::task::{Context, Poll, ready};
 use axum::http::StatusCode;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use super::connection::{HEAD_BYTES, MOST_HEADERS};
 use super::failure::HttpFailure;
 use super::idle_connections::ConnectionUse;
 use super::paced_connection::PacedConnection;
@@ -53,11 +54,10 @@ impl LibraryAnswers {
         // Behind `HTTP/1.1 `.
         let status = StatusCode::from_bytes(head.get(9..12)?).ok()?;
         let why = match status {
-            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => {
-                "expected fewer or shorter headers in the head of the request"
-            }
-            StatusCode::URI_TOO_LONG => "expected a shorter path",
-            _ => "expected a request of HTTP/1.1, found other bytes",
+            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE | StatusCode::URI_TOO_LONG => format!(
+                "expected a path and at most {MOST_HEADERS} headers of {HEAD_BYTES} bytes together"
+            ),
+            _ => "expected a valid head of a request of HTTP/1.1".to_owned(),
         };
         Some(HttpFailure::new(status, why))
     }
