@@ -113,8 +113,8 @@ impl<T: AsFd + Write> OutputState<T> {
     }
 }
 
-/// Waits until an output takes [`PIECE`] bytes without blocking. Returns false if it does not within
-/// `patience`.
+/// Waits until an output takes [`PIECE`] bytes without blocking. Returns false if it does not do
+/// so within `patience`.
 fn is_writable(output: &impl AsFd, patience: Duration) -> io::Result<bool> {
     let patience = Timespec::try_from(patience).ok();
     let mut outputs = [PollFd::new(output, PollFlags::OUT)];

@@ -11,12 +11,16 @@ use std::task::{Context, Poll, ready};
 use axum::http::StatusCode;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::connection::{HEAD_BYTES, MOST_HEADERS};
 use super::failure::HttpFailure;
 use super::idle_connections::ConnectionUse;
 use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
 use crate::queue::RequestQueue;
+
+/// Largest number of headers in a request.
+pub(super) const MOST_HEADERS: usize = 64;
+/// Largest size of a request's head, in bytes.
+pub(super) const HEAD_BYTES: usize = 32 << 10;
 
 /// A connection that gives the library's own answers a body in JSON, and counts them.
 pub(super) struct LibraryAnswers {

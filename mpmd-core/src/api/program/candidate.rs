@@ -328,8 +328,8 @@ impl Membership {
     }
 }
 
-/// Formats the warning that process `me` of `job` waits for others: in the first epoch for processes
-/// that have not joined, later for processes that have not left the failed epoch.
+/// Formats the warning that process `me` of `job` waits for others: in the first epoch for
+/// processes that have not joined, later for processes that have not left the failed epoch.
 fn waits_for(
     job: &MemberJob,
     me: ProcessId,
