@@ -8,6 +8,8 @@ use mpmd::job::at_least;
 use mpmd_base::parse_bytes;
 use mpmd_serve::{Engine, Front, FrontError, FrontSettings, QueueLimits};
 
+use crate::chat::ChatArgs;
+
 /// The two ends of the queue of requests, on process 0: the HTTP front and the engine.
 pub(crate) struct ServerEnds {
     pub(crate) front: Front,
@@ -65,6 +67,8 @@ pub(crate) struct FrontArgs {
     /// Largest body of a request
     #[arg(long, value_name = "BYTES", default_value = "2MiB", value_parser = parse_bytes)]
     pub max_body: u64,
+    #[command(flatten)]
+    pub chat: ChatArgs,
     /// Do not log a line for each request
     #[arg(long)]
     pub no_request_log: bool,

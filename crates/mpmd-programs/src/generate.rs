@@ -5,19 +5,21 @@ use std::cell::RefCell;
 use std::io::{IsTerminal as _, Write as _, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 use clap::builder::NonEmptyStringValueParser;
 use mpmd::job::{JobArgs, at_least, not_negative, printable, say};
 use mpmd::topology::Mesh;
 use mpmd::{Error, ProcessId, Program, Result};
 use mpmd_models::{
-    ChatMessage, Folder, HeldBytes, Room, Sampling, Stages, Templates, TextStream, check_rows,
-    encode_prompt, spread, tokenizer,
+    Conversation, Folder, HeldBytes, PromptEncoder, Room, Sampling, Stages, TextStream, check_rows,
+    spread,
 };
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
+use crate::chat::ChatArgs;
 use crate::division::{DivisionArgs, named_option};
 use crate::inputs::{check_inputs, compared};
 use crate::model;
@@ -72,6 +74,8 @@ struct GenerateArgs {
     /// A message to reply to, by the folder's chat template
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["prompt", "prompt_ids"])]
     chat: Option<String>,
+    #[command(flatten)]
+    template: ChatArgs,
     /// Largest number of new tokens
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least(1))]
     tokens: usize,
@@ -185,25 +189,27 @@ impl GenerateArgs {
     }
 
     /// Returns the tokens of the prompt that the arguments give.
-    fn prompt(&self, folder: &Folder, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+    fn prompt(&self, folder: &Folder, prompts: &PromptEncoder) -> anyhow::Result<Vec<u32>> {
         let ids = if let Some(ids) = &self.prompt_ids {
             let rows = folder.config().vocab_size;
             if let Some(id) = ids.iter().find(|id| **id as usize >= rows) {
-                let why = format!("--prompt-ids: expected tokens below {rows}, found {id}");
-                return Err(Error::Environment(why));
+                bail!("--prompt-ids: expected tokens below {rows}, found {id}");
             }
             ids.clone()
         } else if let Some(message) = &self.chat {
-            let message =
-                ChatMessage::new([("role", "user".to_owned()), ("content", message.clone())]);
-            let text = Templates::of(folder)?.prompt(&[message])?;
-            encode_prompt(tokenizer, &text, false)?
+            let text = prompts.rendered(&Conversation::of_user(message), None)?;
+            prompts.encode(&text)?
         } else {
-            encode_prompt(tokenizer, self.prompt.as_deref().unwrap_or_default(), true)?
+            prompts.encode_text(self.prompt.as_deref().unwrap_or_default(), true)?
         };
-        check_rows(folder, tokenizer, ids.iter())?;
+        check_rows(folder, prompts.tokenizer(), ids.iter())?;
         Ok(ids)
     }
+}
+
+/// Returns an error of this process as one of the job.
+fn environment(why: anyhow::Error) -> Error {
+    Error::Environment(format!("{why:#}"))
 }
 
 /// Reads a token number of `--prompt-ids`.
@@ -284,8 +290,10 @@ impl Generation<'_> {
         // Read on process 0 alone.
         let own = RefCell::new(None);
         let prompt = spread(p, || {
-            let mut own = own.borrow_mut();
-            Ok(args.prompt(folder, own.insert(tokenizer(folder)?))?.into())
+            let prompts = args.template.prompts(folder).map_err(environment)?;
+            let prompt = args.prompt(folder, &prompts).map_err(environment)?;
+            own.replace(Some(prompts.tokenizer().clone()));
+            Ok(prompt.into())
         })?;
         let positions = self.positions(prompt.len())?;
         let model = args.divided(folder, cut, positions, positions)?;
@@ -371,14 +379,14 @@ struct PrintedText {
 }
 
 impl PrintedText {
-    fn new(tokenizer: Tokenizer, args: &GenerateArgs) -> Self {
+    fn new(tokenizer: Arc<Tokenizer>, args: &GenerateArgs) -> Self {
         let form = match (args.json, stdout().is_terminal()) {
             (true, _) => PrintForm::Json,
             (false, true) => PrintForm::Terminal,
             (false, false) => PrintForm::Bytes,
         };
         Self {
-            text: TextStream::new(tokenizer.into(), args.stop.clone()),
+            text: TextStream::new(tokenizer, args.stop.clone()),
             form,
         }
     }

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod chat;
 mod division;
 pub mod finetune;
 mod front;

@@ -17,6 +17,7 @@ use mpmd_base::{bytes_text, parse_bytes, variables};
 use mpmd_models::{Folder, HeldBytes, Inference, MOST_TOKENS, Room, Stages};
 use mpmd_serve::{Engine, Front, FrontSettings, Model, SchedulerSizes, queue};
 
+use crate::chat::ChatArgs;
 use crate::division::{DivisionArgs, named_option};
 use crate::front::{self, FrontArgs, ServerEnds};
 use crate::model;
@@ -225,7 +226,8 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
 
     let of_hub = || args.model.as_deref().and_then(model::name_of);
     let name = args.front.model_name.clone().or_else(of_hub);
-    let own = Mutex::new(server.start(job.part(devices.len(), devices.clone())?, name)?);
+    let part = job.part(devices.len(), devices.clone())?;
+    let own = Mutex::new(server.start(part, name, &args.front.chat)?);
     let program = |p: &mut Program| server.run(p, &own);
     let of_folder = folder.clone();
     let job = &job
@@ -311,9 +313,14 @@ impl<'a> JobServer<'a> {
     /// Starts the front on process 0, before the processes of the job meet, so that clients can
     /// already ask for the server's state. The front stays the same in all epochs of a job that
     /// recovers. Returns `None` on other processes.
-    fn start(&self, part: JobPart, name: Option<String>) -> anyhow::Result<Option<ServerEnds>> {
+    fn start(
+        &self,
+        part: JobPart,
+        name: Option<String>,
+        chat: &ChatArgs,
+    ) -> anyhow::Result<Option<ServerEnds>> {
         match part {
-            JobPart::First => Ok(Some(self.listen(name)?)),
+            JobPart::First => Ok(Some(self.listen(name, chat)?)),
             JobPart::Parent => {
                 self.settings.check_resources().map_err(front::named)?;
                 Ok(None)
@@ -330,9 +337,10 @@ impl<'a> JobServer<'a> {
     }
 
     /// Starts the front, and returns it with its engine.
-    fn listen(&self, name: Option<String>) -> anyhow::Result<ServerEnds> {
+    fn listen(&self, name: Option<String>, chat: &ChatArgs) -> anyhow::Result<ServerEnds> {
         let (queue, arrivals) = queue(self.settings.waiting);
-        let model = Model::of(self.folder, name, self.sizes.positions)?;
+        let prompts = chat.prompts(self.folder)?;
+        let model = Model::of(self.folder, prompts, name, self.sizes.positions)?;
         let front = Front::listen(self.settings, model, queue).map_err(front::named)?;
         let address = front.address();
         say(&match &self.settings.description {

@@ -181,7 +181,8 @@ fn listen(
     let (queue, arrivals) = queue(settings.waiting);
     let name = args.front.model_name.clone();
     let name = name.or_else(|| model::name_of(&args.model));
-    let model = Model::of(folder, name, sizes.positions)?;
+    let prompts = args.front.chat.prompts(folder)?;
+    let model = Model::of(folder, prompts, name, sizes.positions)?;
     let front = Front::listen(settings, model, queue).map_err(front::named)?;
     say(&format!("listening on http://{}", front.address()));
     let engine = Engine::new(sizes, arrivals).measure_chunk();

@@ -3,10 +3,8 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use mpmd::{Error, Result as CoreResult};
-use mpmd_models::{
-    ChatMessage, Folder, Sampling, Templates, encode_prompt, has_more_tokens, tokenizer,
-};
+use mpmd::Result as CoreResult;
+use mpmd_models::{Folder, PromptEncoder, Sampling};
 use tokenizers::Tokenizer;
 
 /// Length of a text, in bytes, above which its tokens are counted before the whole text is turned
@@ -24,8 +22,7 @@ pub struct Model {
     /// The tokens that end a text.
     pub(crate) ends: Vec<u32>,
     pub(crate) tokenizer: Arc<Tokenizer>,
-    /// The chat templates, or the reason why there are none.
-    templates: Result<Templates, Arc<Error>>,
+    pub(crate) prompts: PromptEncoder,
     /// The default settings of requests for choosing tokens.
     pub(crate) sampling: Sampling,
     /// Time at which the server started, in seconds since 1970.
@@ -33,14 +30,19 @@ pub struct Model {
 }
 
 impl Model {
-    /// Reads the tokenizer, the chat templates and the generation settings of a folder. Without
-    /// `name` the model has the name of the folder. A prompt and its reply have at most `positions`
-    /// tokens together.
+    /// Reads the generation settings of a folder. `prompts` has its tokenizer and its chat
+    /// templates. Without `name` the model has the name of the folder. A prompt and its reply have
+    /// at most `positions` tokens together.
     ///
     /// # Errors
     ///
-    /// If a file is damaged. A folder without a chat template is no error.
-    pub fn of(folder: &Folder, name: Option<String>, positions: usize) -> CoreResult<Self> {
+    /// If a file is damaged.
+    pub fn of(
+        folder: &Folder,
+        prompts: PromptEncoder,
+        name: Option<String>,
+        positions: usize,
+    ) -> CoreResult<Self> {
         let sampling = Sampling::of(folder)?;
         let path = folder.path();
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -56,17 +58,11 @@ impl Model {
             positions,
             vocab: folder.config().vocab_size,
             ends: folder.end_tokens()?,
-            tokenizer: Arc::new(tokenizer(folder)?),
-            templates: Templates::of(folder).map_err(Arc::new),
+            tokenizer: prompts.tokenizer().clone(),
+            prompts,
             sampling,
             created: unix_seconds(),
         })
-    }
-
-    /// Turns a text into tokens. If `special`, the tokenizer adds its special tokens around the
-    /// text.
-    pub(crate) fn encode(&self, text: &str, special: bool) -> CoreResult<Vec<u32>> {
-        encode_prompt(&self.tokenizer, text, special)
     }
 
     /// True if a long text has more than `most` tokens. Always false for short texts, whose tokens
@@ -75,13 +71,7 @@ impl Model {
         if text.len() <= LONG_TEXT {
             return Ok(false);
         }
-        has_more_tokens(&self.tokenizer, text, most)
-    }
-
-    /// Returns the prompt that the chat template makes of a conversation.
-    pub(crate) fn rendered(&self, messages: &[ChatMessage]) -> Result<String, Arc<Error>> {
-        let templates = self.templates.as_ref().map_err(Arc::clone)?;
-        templates.prompt(messages).map_err(Arc::new)
+        self.prompts.has_more_tokens(text, most)
     }
 
     /// True if the tokenizer has the token. The model's vocabulary may have more rows than tokens.

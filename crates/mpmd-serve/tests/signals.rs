@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use mpmd_models::Folder;
+use mpmd_models::{Folder, PromptEncoder};
 use mpmd_serve::{Front, FrontSettings, Model, ServerPhase, queue};
 use rustix::process::{Signal, getpid, kill_process};
 
@@ -19,7 +19,8 @@ fn drains_at(signal: Signal) {
         ..FrontSettings::default()
     };
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders/plain");
-    let model = Model::of(&Folder::open(folder).unwrap(), None, 99).unwrap();
+    let folder = Folder::open(folder).unwrap();
+    let model = Model::of(&folder, PromptEncoder::of(&folder).unwrap(), None, 99).unwrap();
     let (queue, arrivals) = queue(settings.waiting);
     let front = Front::start(&settings, model, queue.clone()).unwrap();
     arrivals.open();

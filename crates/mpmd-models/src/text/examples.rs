@@ -1,22 +1,24 @@
 //! Examples of prompts and replies, from a file of JSON lines, as tokens.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use minijinja::Value;
-use minijinja::value::ValueKind;
 use mpmd::train::data::Sequence;
 use mpmd::train::tensors::{JsonError, read_json};
 use mpmd::{Error, Program, Result};
-use tokenizers::Tokenizer;
 
 use crate::error::unexpected;
 use crate::hub::folder::{Folder, TOKENIZER};
-use crate::text::template::{Marked, Templates, special_tokens};
-use crate::text::tokens::{check_rows, guarded, spread, tokenizer};
+use crate::text::conversation::{Conversation, ConversationFault, KWARGS, pairs};
+use crate::text::prompts::PromptEncoder;
+use crate::text::template::{RenderedText, special_tokens};
+use crate::text::tokens::{check_rows, spread};
 
 /// Limit on the length of a line, in bytes. The tokenizer needs some 200 times the memory of the
 /// line.
@@ -25,8 +27,8 @@ const LONGEST_LINE: u64 = 4 << 20;
 const FORMS: &str = "an object with `messages`, or with `prompt` and `completion`, both texts or \
                      both messages, each with `role` and `content`";
 
-/// The keys of a message under which templates find the model's reasoning.
-const THOUGHTS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+/// Number of tokens at the end of a reply among which an end token is looked for.
+const ENDING: usize = 3;
 
 /// The examples made of one line. There are several if its replies cannot share one text.
 type Examples = Vec<Sequence>;
@@ -85,15 +87,20 @@ pub fn spread_examples(
 /// If the file cannot be read, or has no examples. If a line is in none of the allowed forms, or
 /// has more than `time + 1` tokens. If it needs a chat template or an end token that the folder
 /// lacks.
-pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Examples>> {
+pub fn read_examples(
+    file: &Path,
+    folder: &Folder,
+    prompts: &PromptEncoder,
+    time: usize,
+) -> Result<Vec<Examples>> {
     let failed = |why| unexpected(file, "", "lines of JSON", why);
     let mut lines = BufReader::new(File::open(file).map_err(failed)?);
     let mut reader = ExampleReader {
         file,
         folder,
-        tokenizer: tokenizer(folder)?,
-        templates: None,
+        prompts,
         end: None,
+        unread: BTreeSet::new(),
         number: 0,
     };
     let mut all = Vec::new();
@@ -137,21 +144,23 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
         let found = format!("{tokens}, the longest of {count} (of {all}) that are too long");
         return Err(reader.wrong(expected, found));
     }
-    match all.is_empty() {
-        true => Err(unexpected(file, "", "examples", "none")),
-        false => Ok(all),
+    if all.is_empty() {
+        return Err(unexpected(file, "", "examples", "none"));
     }
+    reader.warn_of_unread_keys();
+    reader.warn_of_ends(&all)?;
+    Ok(all)
 }
 
 /// Turns the lines of a file into examples, with the tokenizer and chat template of a folder.
 struct ExampleReader<'a> {
     file: &'a Path,
     folder: &'a Folder,
-    tokenizer: Tokenizer,
-    /// The chat templates, read for the first line that needs them.
-    templates: Option<Templates>,
+    prompts: &'a PromptEncoder,
     /// The end token, looked up for the first line that needs it.
     end: Option<u32>,
+    /// Keys of messages that nothing reads.
+    unread: BTreeSet<String>,
     /// Number of the current line, for messages.
     number: usize,
 }
@@ -185,81 +194,137 @@ impl ExampleReader<'_> {
                 .ok()
                 .filter(|value| !value.is_none() && !value.is_undefined())
         };
-        let prompt = get("prompt");
-        let completion = get("completion");
-        let (all, from) = match (prompt, completion, get("messages")) {
-            (Some(prompt), Some(completion), _) => {
-                if let (Some(prompt), Some(completion)) = (prompt.as_str(), completion.as_str()) {
-                    let end = self.end()?;
-                    let reply = prompt.len()..usize::MAX;
-                    let text = (format!("{prompt}{completion}"), vec![reply]);
-                    return Ok(vec![self.tokens(&text, Some(end))?]);
+        if let (Some(prompt), Some(completion)) = (get("prompt"), get("completion")) {
+            return match (prompt.as_str(), completion.as_str()) {
+                (Some(prompt), Some(completion)) => self.completion(prompt, completion),
+                (None, None) => {
+                    let read = |field, list| self.messages(field, list);
+                    let prompt = read("prompt", &prompt)?;
+                    let from = prompt.messages.len();
+                    let all = prompt.followed_by(read("completion", &completion)?);
+                    self.conversation(line, all, from)
                 }
-                let all = messages(&prompt);
-                let completion = messages(&completion);
-                let from = all.as_ref().map_or(0, Vec::len);
-                let all = all.zip(completion).map(|(all, more)| [all, more].concat());
-                (all, from)
-            }
-            (_, None, Some(all)) => (messages(&all), 0),
-            _ => (None, 0),
-        };
-
-        let Some(all) = all else {
-            let found = match line.kind() {
-                ValueKind::Map => {
-                    let keys = line.try_iter().into_iter().flatten();
-                    let keys: Vec<String> = keys.map(|key| key.to_string()).collect();
-                    format!("the keys {}, or values of other types", keys.join(", "))
-                }
-                kind => kind.to_string(),
+                _ => Err(self.wrong(FORMS, "a text and a list")),
             };
-            return Err(self.wrong(FORMS, found));
-        };
-
-        let templates = match &self.templates {
-            Some(templates) => templates,
-            None => self.templates.insert(Templates::of(self.folder)?),
-        };
-        let texts = templates.texts(&all, from, get("tools").as_ref());
-        let texts = texts.map_err(|why| self.wrong("a conversation for the chat template", why))?;
-        texts.iter().map(|text| self.tokens(text, None)).collect()
-    }
-
-    /// Turns a text into tokens, and marks the tokens of replies.
-    ///
-    /// With an `end` token, adds the tokenizer's special tokens, and `end` as the last one. Without
-    /// it the text must contain all special tokens.
-    fn tokens(&self, (text, replies): &Marked, end: Option<u32>) -> Result<Sequence> {
-        let encode = || self.tokenizer.encode(text.as_str(), end.is_some());
-        let encoding = guarded(encode).map_err(|why| self.wrong("a text", why))?;
-        let is_reply = |start: usize, last: usize| {
-            // Some tokenizers leave out blanks, so a token of blanks is empty.
-            let start = start.min(last.saturating_sub(1));
-            replies
-                .iter()
-                .any(|reply| start < reply.end && reply.start < last)
-        };
-
-        let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
-        let mut tokens: Sequence = tokens
-            .map(|(id, (start, last))| (*id, is_reply(*start, *last)))
-            .collect();
-        if let Some(end) = end {
-            // Some tokenizers add it themselves.
-            tokens.pop_if(|(last, _)| *last == end);
-            tokens.push((end, true));
+        }
+        if let (None, Some(messages)) = (get("completion"), get("messages")) {
+            let all = self.messages("messages", &messages)?;
+            return self.conversation(line, all, 0);
         }
 
-        check_rows(
-            self.folder,
-            &self.tokenizer,
-            tokens.iter().map(|(id, _)| id),
-        )?;
+        let found = match pairs(line) {
+            Some(pairs) => {
+                let keys: Vec<String> = pairs.into_iter().map(|(key, _)| key).collect();
+                format!("the keys {}", keys.join(", "))
+            }
+            None => line.kind().to_string(),
+        };
+        Err(self.wrong(FORMS, found))
+    }
+
+    fn messages(&self, field: &str, list: &Value) -> Result<Conversation> {
+        let messages = Conversation::of_messages(field, list);
+        messages.map_err(|why| self.at_field(&why))
+    }
+
+    /// Returns the error for a value of the line.
+    fn at_field(&self, why: &ConversationFault) -> Error {
+        let ConversationFault {
+            field,
+            expected,
+            found,
+        } = why;
+        let at = format!("line {}: {field}", self.number);
+        unexpected(self.file, &at, expected, found)
+    }
+
+    /// Returns the example of a prompt and a completion, both texts.
+    fn completion(&mut self, prompt: &str, completion: &str) -> Result<Examples> {
+        let end = self.end()?;
+        let text = format!("{prompt}{completion}");
+        let tokens = self.prompts.text_with_places(&text);
+        let tokens = tokens.map_err(|why| self.wrong("a text", why))?;
+        let mut tokens = with_losses(tokens, &[prompt.len()..usize::MAX]);
+        // Some tokenizers add it themselves.
+        tokens.pop_if(|(last, _)| *last == end);
+        tokens.push((end, true));
+        Ok(vec![self.checked(tokens)?])
+    }
+
+    /// Returns the examples of a conversation whose replies from message `from` on have a loss.
+    fn conversation(
+        &mut self,
+        line: &Value,
+        conversation: Conversation,
+        from: usize,
+    ) -> Result<Examples> {
+        let get = |key| line.get_attr(key).unwrap_or_default();
+        let conversation = conversation
+            .with_tools(get("tools"))
+            .and_then(|all| all.with_variables(KWARGS, &get(KWARGS)))
+            .map_err(|why| self.at_field(&why))?;
+        let keys = self.prompts.unread_keys(&conversation);
+        self.unread.extend(keys.into_iter().map(|(_, key)| key));
+
+        let templates = self.prompts.templates();
+        let templates = templates.map_err(|why| Error::Environment(why.to_string()))?;
+        let texts = templates.texts(&conversation, from, self.prompts.settings(None));
+        let texts = texts.map_err(|why| self.wrong("a conversation for the chat template", why))?;
+        let tokens = |text: &RenderedText| {
+            let tokens = self.prompts.tokens_of(text);
+            let tokens = tokens.map_err(|why| self.wrong("a text", why))?;
+            self.checked(with_losses(tokens, &text.replies))
+        };
+        texts.iter().map(tokens).collect()
+    }
+
+    /// Returns an example, or an error if it has no token to learn or one that the model lacks.
+    fn checked(&self, tokens: Sequence) -> Result<Sequence> {
+        let ids = tokens.iter().map(|(id, _)| id);
+        check_rows(self.folder, self.prompts.tokenizer(), ids)?;
         match tokens.iter().skip(1).any(|(_, has_loss)| *has_loss) {
             true => Ok(tokens),
             false => Err(self.wrong("tokens of a reply behind the first", "none")),
         }
+    }
+
+    /// Logs the keys of messages that nothing has read.
+    fn warn_of_unread_keys(&self) {
+        if !self.unread.is_empty() {
+            let keys: Vec<&str> = self.unread.iter().map(String::as_str).collect();
+            let (file, keys) = (self.file.display(), keys.join(", "));
+            tracing::warn!("{file}: no prompt has the keys {keys} of messages: the chat template \
+                            does not read them");
+        }
+    }
+
+    /// Logs a warning if no reply ends with a token that ends a text of the model. A model that
+    /// learns such replies would not stop.
+    fn warn_of_ends(&self, all: &[Examples]) -> Result<()> {
+        let ends = self.folder.end_tokens()?;
+        let mut last = all.iter().flatten().filter_map(|example| {
+            let reply = example.rsplit(|(_, has_loss)| !has_loss);
+            let mut reply = reply.filter(|reply| !reply.is_empty());
+            // A line end may stand behind the token that ends a turn.
+            let reply = reply.next()?.iter().rev().take(ENDING).map(|(id, _)| *id);
+            Some(reply.collect::<Vec<u32>>())
+        });
+        let first = last.next();
+        let ends_text = |reply: &Vec<u32>| reply.iter().any(|id| ends.contains(id));
+        if ends.is_empty() || first.as_ref().is_none_or(ends_text) || last.any(|one| ends_text(&one))
+        {
+            return Ok(());
+        }
+        let name = |id: &u32| self.prompts.tokenizer().id_to_token(*id).unwrap_or_default();
+        let found: Vec<String> = first.iter().flatten().rev().map(name).collect();
+        let expected: Vec<String> = ends.iter().map(name).collect();
+        let file = self.file.display();
+        tracing::warn!(
+            "{file}: replies end with {found:?}, and no end token of the model is among them \
+             ({expected:?}): the trained model may not stop. To end there, name the token in \
+             eos_token_id of generation_config.json"
+        );
+        Ok(())
     }
 
     /// Returns the end token of completions: the tokenizer's, or else the first end token of the
@@ -271,7 +336,7 @@ impl ExampleReader<'_> {
 
         let special = special_tokens(self.folder)?;
         let end = match special.get("eos_token") {
-            Some(token) => self.tokenizer.token_to_id(token).ok_or_else(|| {
+            Some(token) => self.prompts.tokenizer().token_to_id(token).ok_or_else(|| {
                 let expected = "eos_token of tokenizer_config.json among its tokens";
                 unexpected(
                     &self.folder.path().join(TOKENIZER),
@@ -289,31 +354,17 @@ impl ExampleReader<'_> {
     }
 }
 
-/// Returns the messages of a JSON list, without keys that are null. `None` if `value` is not a list
-/// of messages.
-fn messages(value: &Value) -> Option<Vec<Value>> {
-    let message = |value: Value| {
-        let keys = (value.kind() == ValueKind::Map)
-            .then(|| value.try_iter().ok())
-            .flatten()?;
-        let pair = |key: Value| value.get_item(&key).ok().map(|value| (key, value));
-        let mut pairs: Vec<(Value, Value)> = keys
-            .filter_map(pair)
-            .filter(|(_, value)| !value.is_none())
-            .collect();
-        let named = |name: &str| pairs.iter().find(|(key, _)| key.as_str() == Some(name));
-        // Templates read thoughts under the first name, or the second.
-        if let Some((_, thoughts)) = THOUGHTS.iter().find_map(|name| named(name)).cloned() {
-            let has_second = named(THOUGHTS[1]).is_some();
-            pairs.retain(|(key, _)| key.as_str() != Some(THOUGHTS[0]));
-            pairs.push((THOUGHTS[0].into(), thoughts.clone()));
-            pairs.extend((!has_second).then(|| (THOUGHTS[1].into(), thoughts)));
-        }
-        let has = |name: &str| pairs.iter().any(|(key, _)| key.as_str() == Some(name));
-        (has("role") && pairs.len() > 1).then(|| Value::from_pairs(pairs))
+/// Marks the tokens of replies. Each token has its byte range in the text.
+fn with_losses(tokens: Vec<(u32, Range<usize>)>, replies: &[Range<usize>]) -> Sequence {
+    let is_reply = |place: &Range<usize>| {
+        // Some tokenizers leave out blanks, so a token of blanks is empty.
+        let start = place.start.min(place.end.saturating_sub(1));
+        replies
+            .iter()
+            .any(|reply| start < reply.end && reply.start < place.end)
     };
-    match value.kind() {
-        ValueKind::Seq => value.try_iter().ok()?.map(message).collect(),
-        _ => None,
-    }
+    let tokens = tokens.into_iter();
+    tokens
+        .map(|(id, place)| (id, is_reply(&place)))
+        .collect()
 }

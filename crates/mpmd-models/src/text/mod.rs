@@ -1,7 +1,9 @@
 //! Texts, conversations and examples as tokens, and tokens as text.
 
+pub(crate) mod conversation;
 pub(crate) mod examples;
 pub(crate) mod neutral;
+pub(crate) mod prompts;
 pub(crate) mod stream;
 pub(crate) mod template;
 pub(crate) mod token_file;

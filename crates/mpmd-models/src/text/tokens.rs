@@ -53,25 +53,19 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
 }
 
 /// Turns a text into tokens, without special tokens.
-///
-/// # Errors
-///
-/// If the tokenizer fails, or its pattern engine gives up.
 fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
-    Ok(guarded(|| tokenizer.encode_fast(text, false))?
-        .get_ids()
-        .to_vec())
+    let encoding = guarded(|| tokenizer.encode_fast(text, false))?;
+    Ok(encoding.get_ids().to_vec())
 }
 
-/// Turns a prompt into tokens. If `special`, the tokenizer adds its special tokens around the text.
+/// Turns a text into tokens with their places. If `special`, the tokenizer adds its special tokens
+/// around the text.
 ///
 /// # Errors
 ///
 /// If the tokenizer fails, or its pattern engine gives up.
-pub fn encode_prompt(tokenizer: &Tokenizer, text: &str, special: bool) -> Result<Vec<u32>> {
-    Ok(guarded(|| tokenizer.encode(text, special))?
-        .get_ids()
-        .to_vec())
+pub(super) fn encode_text(tokenizer: &Tokenizer, text: &str, special: bool) -> Result<Encoding> {
+    guarded(|| tokenizer.encode(text, special))
 }
 
 /// True if a text has more than `most` tokens, special ones not counted. Stops soon after that many
@@ -80,18 +74,14 @@ pub fn encode_prompt(tokenizer: &Tokenizer, text: &str, special: bool) -> Result
 /// # Errors
 ///
 /// If the tokenizer fails, or its pattern engine gives up.
-pub fn has_more_tokens(tokenizer: &Tokenizer, text: &str, most: usize) -> Result<bool> {
+pub(super) fn has_more_tokens(tokenizer: &Tokenizer, text: &str, most: usize) -> Result<bool> {
     let mut ids = Vec::new();
     encode_pieces(tokenizer, text, most.saturating_add(1), &mut ids)?;
     Ok(ids.len() > most)
 }
 
 /// Calls `encode`, and returns its result. Turns a panic of the tokenizer into an error.
-///
-/// # Errors
-///
-/// If `encode` fails or panics.
-pub(crate) fn guarded(encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> Result<Encoding> {
+fn guarded(encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> Result<Encoding> {
     let failed = |why: &dyn fmt::Display| Error::Environment(format!("the tokenizer: {why}"));
     // The engine panics if a pattern needs too many attempts.
     let encoding = catch_unwind(AssertUnwindSafe(encode)).map_err(|panic| {

@@ -1,11 +1,10 @@
 //! The fields of a request's JSON. Each is taken once. Fields that are left at the end
 //! are not supported.
 
-use std::fmt;
 use std::ops::RangeInclusive;
 
 use mpmd::train::tensors::{JsonError, read_json};
-use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
+use mpmd_models::{Conversation, ConversationError, ConversationFault};
 use serde_json::{Map, Value, json};
 
 use super::failure::HttpFailure;
@@ -37,11 +36,23 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Returns the keys of each message, in the order in which the request has them. Maps of
-    /// `serde_json` do not keep that order.
-    pub(super) fn message_keys(&self) -> Result<Vec<Vec<String>>, HttpFailure> {
-        let body: BodyKeys = read_json(self.body).map_err(invalid_json)?;
-        Ok(body.messages.into_iter().map(|keys| keys.0).collect())
+    /// Removes and reads the conversation of a chat: its messages, and the variables of the
+    /// template. The keys of messages keep their order, which maps of `serde_json` do not.
+    pub(super) fn conversation(&mut self) -> Result<Conversation, HttpFailure> {
+        let messages = self.fields.remove("messages").unwrap_or_default();
+        self.fields.remove("chat_template_kwargs");
+        if messages.is_null() {
+            let why = "expected a list of messages, found none";
+            return Err(HttpFailure::field("messages", why));
+        }
+        Conversation::of_json(self.body).map_err(|why| match why {
+            ConversationError::Json(why) => invalid_json(why),
+            ConversationError::Fault(ConversationFault {
+                field,
+                expected,
+                found,
+            }) => HttpFailure::field(field, format!("expected {expected}, found {found}")),
+        })
     }
 
     /// Removes and returns a field. `None` if it is absent or null.
@@ -136,38 +147,5 @@ fn invalid_json(why: JsonError) -> HttpFailure {
             HttpFailure::field(key, why)
         }
         JsonError::Invalid(why) => HttpFailure::invalid(format!("the body: expected JSON: {why}")),
-    }
-}
-
-/// The keys of each message in a request.
-#[derive(serde::Deserialize)]
-struct BodyKeys {
-    messages: Vec<ObjectKeys>,
-}
-
-/// The keys of a JSON object, in their order.
-struct ObjectKeys(Vec<String>);
-
-impl<'de> Deserialize<'de> for ObjectKeys {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_map(KeysVisitor)
-    }
-}
-
-struct KeysVisitor;
-
-impl<'de> Visitor<'de> for KeysVisitor {
-    type Value = ObjectKeys;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ObjectKeys, A::Error> {
-        let mut keys = Vec::new();
-        while let Some((key, IgnoredAny)) = map.next_entry()? {
-            keys.push(key);
-        }
-        Ok(ObjectKeys(keys))
     }
 }

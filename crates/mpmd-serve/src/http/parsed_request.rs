@@ -1,11 +1,10 @@
 //! Reads a request from its JSON.
 
-use std::fmt::Display;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
 use axum::http::StatusCode;
-use mpmd_models::{ChatMessage, InvalidSetting, Sampling};
-use serde_json::{Map, Value};
+use mpmd_models::{Conversation, Day, InvalidSetting, Sampling};
+use serde_json::Value;
 
 use super::failure::HttpFailure;
 use super::fields::Fields;
@@ -18,6 +17,8 @@ const MOST_STOPS: usize = 16;
 const STOP_BYTES: usize = 256;
 /// Largest number of most probable tokens that a client can request for each token.
 const LOGPROBS: u64 = 20;
+/// Largest length of a key that an error message quotes, in characters.
+const SHOWN: usize = 60;
 /// Default number of new tokens of a completion, as at OpenAI.
 const COMPLETION: usize = 16;
 
@@ -287,7 +288,11 @@ pub(super) enum PromptSource {
         special: bool,
     },
     Tokens(Vec<u32>),
-    Messages(Vec<ChatMessage>),
+    /// A conversation for the chat template, and the day on which it takes place.
+    Chat {
+        conversation: Conversation,
+        day: Option<Day>,
+    },
 }
 
 fn text_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpFailure> {
@@ -320,75 +325,43 @@ pub(super) fn read_tokens(value: &Value) -> Option<Vec<u32>> {
     value.as_array()?.iter().map(token).collect()
 }
 
-/// Removes and reads the field `messages` of a chat.
+/// Removes and reads the conversation of a chat, and the day that it takes place on.
 pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpFailure> {
-    let list = |value: &Value| value.as_array().filter(|list| !list.is_empty()).cloned();
-    let messages = fields
-        .take("messages", "a list of messages", list)?
-        .ok_or_else(|| HttpFailure::field("messages", "expected a list of messages, found none"))?;
-
-    let mut read = Vec::new();
-    for (at, message) in messages.into_iter().enumerate() {
-        let Value::Object(message) = message else {
-            let why = "expected an object with role and content";
-            return Err(HttpFailure::field(format!("messages[{at}]"), why));
-        };
-        read.push(message_of(at, message)?);
-    }
-
-    let ordered = fields.message_keys()?.into_iter().zip(read);
-    Ok(PromptSource::Messages(
-        ordered
-            .map(|(keys, texts)| in_order(&keys, texts))
-            .collect(),
-    ))
-}
-
-/// Returns the role, the content and perhaps the name of the message at index `at`.
-fn message_of(at: usize, mut fields: Map<String, Value>) -> Result<MessageTexts, HttpFailure> {
-    const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
-    let wrong = |field: &str, why: &str| HttpFailure::field(format!("messages[{at}]{field}"), why);
-    let role = fields.remove("role").unwrap_or_default();
-    let role = role.as_str().filter(|role| ROLES.contains(role));
-    let role = role.ok_or_else(|| wrong(".role", &format!("expected one of {ROLES:?}")))?;
-
-    let expected = "expected a text, or a list of objects with type \"text\" and text";
-    let content = match fields.remove("content") {
-        Some(Value::String(text)) => text,
-        Some(Value::Array(parts)) => {
-            let text = |part: &Value| match part["type"].as_str() {
-                Some("text") => part["text"].as_str().map(str::to_owned),
-                _ => None,
-            };
-            let texts: Option<Vec<String>> = parts.iter().map(text).collect();
-            texts.ok_or_else(|| wrong(".content", expected))?.concat()
+    const ROLES: [&str; 6] = ["system", "developer", "user", "assistant", "tool", "function"];
+    let day = fields.take("date", "a day as YYYY-MM-DD", |value| {
+        value.as_str()?.parse().ok()
+    })?;
+    let conversation = fields.conversation()?;
+    let mut roles = conversation.roles().enumerate();
+    match roles.find(|(_, role)| !ROLES.contains(role)) {
+        None => Ok(PromptSource::Chat { conversation, day }),
+        Some((at, _)) => {
+            let why = format!("expected one of {ROLES:?}");
+            Err(HttpFailure::field(format!("messages[{at}].role"), why))
         }
-        _ => return Err(wrong(".content", expected)),
-    };
-
-    let name = fields.remove("name").filter(|name| !name.is_null());
-    if let Some((key, _)) = fields.iter().find(|(_, value)| !value.is_null()) {
-        let key: String = key.chars().take(60).collect();
-        return Err(wrong(&format!(".{key}"), "not supported by this server"));
     }
-
-    let mut texts = vec![("role", role.to_owned()), ("content", content)];
-    match name {
-        Some(Value::String(name)) => texts.push(("name", name)),
-        Some(_) => return Err(wrong(".name", "expected a text")),
-        None => {}
-    }
-    Ok(texts)
 }
 
-/// Pairs of a message's key and its text.
-type MessageTexts = Vec<(&'static str, String)>;
-
-/// Returns a message with its keys in the order of the request. The order can change the prompt,
-/// since a template may write the whole message.
-fn in_order(keys: &[String], mut texts: MessageTexts) -> ChatMessage {
-    texts.sort_by_key(|(key, _)| keys.iter().position(|found| found == key));
-    ChatMessage::new(texts)
+/// Returns the tokens of a conversation. Refuses keys of messages that would be passed over.
+fn chat_tokens(
+    conversation: &Conversation,
+    day: Option<Day>,
+    model: &Model,
+    check: impl Fn(&str) -> Result<(), HttpFailure>,
+) -> Result<Vec<u32>, HttpFailure> {
+    if let Some((at, key)) = model.prompts.unread_keys(conversation).first() {
+        let key: String = key.chars().take(SHOWN).collect();
+        let why = "not supported by this server, and the chat template does not read it";
+        return Err(HttpFailure::field(format!("messages[{at}].{key}"), why));
+    }
+    let prompt = model.prompts.rendered(conversation, day).map_err(|why| {
+        let message = why.message();
+        let field = message.map_or("messages".to_owned(), |at| format!("messages[{at}]"));
+        HttpFailure::field(field, why)
+    })?;
+    check(prompt.text())?;
+    let tokens = model.prompts.encode(&prompt);
+    tokens.map_err(|why| HttpFailure::field("messages", why))
 }
 
 /// Turns a prompt into tokens. `name` is its request field, for messages. Refuses a text of more
@@ -399,23 +372,28 @@ pub(super) fn tokens(
     model: &Model,
     most: Option<usize>,
 ) -> Result<Vec<u32>, HttpFailure> {
-    let failed = |why: &dyn Display| HttpFailure::field(name, why);
-    let encode = |text: &str, special: bool| {
-        if let Some(most) = most
-            && model.is_beyond(text, most).map_err(|why| failed(&why))?
-        {
-            let why = format!("more than {most} tokens; {}", length_limit(model.positions));
-            return Err(failed(&why).code("context_length_exceeded"));
+    let check = |text: &str| {
+        let is_beyond = |most| model.is_beyond(text, most);
+        let is_beyond = most.map(is_beyond).transpose();
+        match is_beyond.map_err(|why| HttpFailure::field(name, why))? {
+            Some(true) => {
+                let most = most.unwrap_or_default();
+                let why = format!("more than {most} tokens; {}", length_limit(model.positions));
+                Err(HttpFailure::field(name, why).code("context_length_exceeded"))
+            }
+            _ => Ok(()),
         }
-        model.encode(text, special).map_err(|why| failed(&why))
     };
 
     let tokens = match source {
-        PromptSource::Text { text, special } => encode(text, *special)?,
+        PromptSource::Text { text, special } => {
+            check(text)?;
+            let tokens = model.prompts.encode_text(text, *special);
+            tokens.map_err(|why| HttpFailure::field(name, why))?
+        }
         PromptSource::Tokens(tokens) => tokens.clone(),
-        PromptSource::Messages(messages) => {
-            let text = model.rendered(messages).map_err(|why| failed(&why))?;
-            encode(&text, false)?
+        PromptSource::Chat { conversation, day } => {
+            chat_tokens(conversation, *day, model, check)?
         }
     };
 
@@ -439,7 +417,7 @@ pub(super) fn tokens(
 mod tests {
     use std::path::Path;
 
-    use mpmd_models::Folder;
+    use mpmd_models::{Folder, PromptEncoder};
     use serde_json::json;
 
     use super::*;
@@ -462,7 +440,9 @@ mod tests {
             std::fs::copy(from.join(file), folder.path().join(file)).unwrap();
         }
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
-        Model::of(&Folder::open(folder.path()).unwrap(), None, POSITIONS).unwrap()
+        let opened = Folder::open(folder.path()).unwrap();
+        let prompts = PromptEncoder::of(&opened).unwrap();
+        Model::of(&opened, prompts, None, POSITIONS).unwrap()
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-use mpmd_models::Folder;
+use mpmd_models::{Folder, PromptEncoder};
 use mpmd_serve::{Front, FrontSettings, Model, QueueLimits};
 use serde_json::{Value, json};
 
@@ -586,7 +586,9 @@ fn all_clients_are_let_in_where_the_settings_say_so() {
 #[test]
 fn settings_that_let_strangers_in_are_refused() {
     let start = |settings: FrontSettings| {
-        let model = Model::of(&Folder::open(plain()).unwrap(), None, 99).unwrap();
+        let folder = Folder::open(plain()).unwrap();
+        let prompts = PromptEncoder::of(&folder).unwrap();
+        let model = Model::of(&folder, prompts, None, 99).unwrap();
         let (queue, _) = mpmd_serve::queue(settings.waiting);
         Front::start(&settings, model, queue).map_err(|why| why.to_string())
     };

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use mpmd_models::{Folder, Sampling};
+use mpmd_models::{Folder, PromptEncoder, Sampling};
 use mpmd_serve::{
     EngineFigures, Finish, Front, FrontSettings, Logprobs, Model, ReplyEvent, ReplyToken,
     RequestArrival, RequestArrivals, RequestQueue, TextRequest,
@@ -81,7 +81,8 @@ impl Server {
                         {% endif %}{% if add_generation_prompt %}<assistant>{% endif %}";
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
         let opened = Folder::open(folder.path()).unwrap();
-        let model = Model::of(&opened, Some("toy".to_owned()), POSITIONS).unwrap();
+        let prompts = PromptEncoder::of(&opened).unwrap();
+        let model = Model::of(&opened, prompts, Some("toy".to_owned()), POSITIONS).unwrap();
         let (queue, arrivals) = mpmd_serve::queue(settings.waiting);
         let front = Front::start(&settings, model, queue.clone()).unwrap();
         arrivals.open();

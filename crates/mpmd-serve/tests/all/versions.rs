@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use futures::executor::block_on;
 use mpmd::ProcessId;
 use mpmd::testing::Simulation;
-use mpmd_models::{Folder, Room, Sampling, Stages, WeightVersions};
+use mpmd_models::{Folder, PromptEncoder, Room, Sampling, Stages, WeightVersions};
 use mpmd_serve::{
     Engine, Front, FrontSettings, Model, ReplyEvent, RequestQueue, SchedulerSizes, TextRequest,
     queue, run,
@@ -52,7 +52,8 @@ impl Live {
             ..settings()
         };
         let folder = Folder::open(path("plain")).unwrap();
-        let model = Model::of(&folder, None, SIZES.positions).unwrap();
+        let prompts = PromptEncoder::of(&folder).unwrap();
+    let model = Model::of(&folder, prompts, None, SIZES.positions).unwrap();
         let (queue, arrivals) = queue(settings.waiting);
         let front = Front::start(&settings, model, queue.clone()).unwrap();
         let engine = Mutex::new(Some(Engine::new(SIZES, arrivals).grace(grace)));

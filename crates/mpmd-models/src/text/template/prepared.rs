@@ -1,0 +1,194 @@
+//! A conversation in the form that one template takes.
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use mpmd::train::tensors::read_json;
+
+use super::marks::{as_text, presence_mark, with_presence};
+use super::python::json_text;
+use super::{Day, RenderSettings};
+use crate::text::conversation::{Conversation, Message, pairs};
+
+/// Form of the arguments of a call, which requests have as JSON in a text.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum ArgumentForm {
+    Object,
+    Text,
+}
+
+impl ArgumentForm {
+    /// Returns arguments in this form.
+    fn of(self, arguments: &Value) -> Value {
+        match (self, arguments.as_str()) {
+            (Self::Text, None) => json_text(arguments).map_or_else(|_| arguments.clone(), Value::from),
+            (Self::Object, Some(text)) => {
+                let text = if text.trim().is_empty() { "{}" } else { text };
+                let object = read_json::<Value>(text.as_bytes()).ok();
+                let object = object.filter(|object| object.kind() == ValueKind::Map);
+                object.unwrap_or_else(|| arguments.clone())
+            }
+            _ => arguments.clone(),
+        }
+    }
+}
+
+/// A conversation in the form that one template takes.
+#[derive(Clone)]
+pub(super) struct PreparedConversation {
+    pub(super) messages: Vec<Value>,
+    /// The role of each message, as it came.
+    pub(super) roles: Vec<String>,
+    /// For each message, false for a reply that must not be learnt.
+    pub(super) has_loss: Vec<bool>,
+    pub(super) tools: Option<Value>,
+    pub(super) variables: Vec<(String, Value)>,
+    pub(super) day: Day,
+    /// The content of each message, as it came.
+    contents: Vec<String>,
+}
+
+/// A message that must be in the text of a conversation.
+pub(super) struct NeededMessage {
+    /// Index of the message.
+    pub(super) message: usize,
+    /// The character that shows that it is there.
+    pub(super) mark: char,
+}
+
+impl PreparedConversation {
+    /// Prepares a conversation for the template with this source.
+    pub(super) fn new(
+        conversation: &Conversation,
+        source: &str,
+        settings: RenderSettings<'_>,
+        form: ArgumentForm,
+    ) -> Self {
+        let habits = TemplateHabits::of(source);
+        let text = |value: &Value| as_text(value, settings.quoted);
+        let all = &conversation.messages;
+        let messages = all.iter().map(|message| {
+            let value = habits.message(message, form);
+            // A reply may have special tokens, for instance around calls of tools.
+            match &*message.role {
+                "assistant" => as_text(&value, None),
+                _ => text(&value),
+            }
+        });
+        let variables = settings.variables.iter().chain(&conversation.variables);
+        let variables = variables.map(|(name, value)| (name.clone(), text(value)));
+        Self {
+            messages: messages.collect(),
+            roles: all.iter().map(|message| message.role.clone()).collect(),
+            has_loss: all.iter().map(|message| message.has_loss).collect(),
+            tools: conversation.tools.as_ref().map(text),
+            variables: variables.collect(),
+            day: settings.day,
+            contents: all.iter().map(|one| one.content().to_owned()).collect(),
+        }
+    }
+
+    /// Returns the conversation with a mark in each message that its text must have.
+    pub(super) fn with_presence(&self) -> (Self, Vec<NeededMessage>) {
+        let mut marked = self.clone();
+        let mut needed = Vec::new();
+        let last_user = self.roles.iter().rposition(|role| role == "user");
+        for (at, role) in self.roles.iter().enumerate() {
+            let is_needed = match &**role {
+                "user" => Some(at) == last_user,
+                "assistant" => false,
+                "tool" | "function" => Some(at) > last_user,
+                _ => true,
+            };
+            let content = self.messages[at].get_attr("content").ok();
+            let content = content.as_ref().and_then(Value::as_str);
+            let mark = presence_mark(needed.len()).filter(|_| is_needed);
+            let Some(mark) = mark else { continue };
+            if let Some(content) = content.and_then(|text| with_presence(text, mark)) {
+                marked.messages[at] = with_content(&self.messages[at], content.into());
+                needed.push(NeededMessage { message: at, mark });
+            }
+        }
+        (marked, needed)
+    }
+
+    /// True if a text has the content of a message as often as messages have it, trimmed or as
+    /// JSON.
+    pub(super) fn is_written(&self, message: usize, text: &str) -> bool {
+        let content = self.contents[message].trim();
+        let same = self.contents.iter().filter(|one| one.trim() == content);
+        let json = serde_json::Value::from(content).to_string();
+        let written = text.matches(content).count() + text.matches(&*json).count();
+        written >= same.count()
+    }
+}
+
+/// Returns a message with another content.
+fn with_content(message: &Value, content: Value) -> Value {
+    let pairs = pairs(message).unwrap_or_default().into_iter();
+    let pairs = pairs.map(|(key, value)| match &*key {
+        "content" => (key, content.clone()),
+        _ => (key, value),
+    });
+    Value::from_pairs(pairs)
+}
+
+/// What a template expects of messages, by its source. Templates differ here, and cannot be asked.
+struct TemplateHabits {
+    /// True if it has a case for the role `developer`.
+    knows_developer: bool,
+    /// True if it asks whether a content is none, as a reply with calls alone has it.
+    asks_for_none: bool,
+    /// True if it takes arguments as they came.
+    takes_texts: bool,
+}
+
+impl TemplateHabits {
+    fn of(source: &str) -> Self {
+        let asks_for_none = ["content", "content']", "content\"]"].iter().any(|content| {
+            let asks = ["is none", "is not none"];
+            asks.iter()
+                .any(|ask| source.contains(&format!("{content} {ask}")))
+        });
+        Self {
+            knows_developer: source.contains("developer"),
+            asks_for_none,
+            takes_texts: source.contains("arguments is string"),
+        }
+    }
+
+    /// Returns a message as the template takes it.
+    fn message(&self, message: &Message, form: ArgumentForm) -> Value {
+        let has_calls = message.get("tool_calls").is_some();
+        let pairs = message.values.iter().map(|(key, value)| {
+            let value = match &**key {
+                "role" if message.role == "developer" && !self.knows_developer => "system".into(),
+                "content" if has_calls && self.asks_for_none && message.content().is_empty() => {
+                    Value::from(())
+                }
+                "tool_calls" if !self.takes_texts => {
+                    with_calls(value, &|arguments| form.of(arguments))
+                }
+                _ => value.clone(),
+            };
+            (key.clone(), value)
+        });
+        Value::from_pairs(pairs)
+    }
+}
+
+/// Returns calls of tools with their arguments changed by `change`.
+fn with_calls(calls: &Value, change: &impl Fn(&Value) -> Value) -> Value {
+    let calls = calls.try_iter().into_iter().flatten();
+    calls.map(|call| with_arguments(&call, change)).collect()
+}
+
+/// Returns a call, or a function in it, with its arguments changed.
+fn with_arguments(call: &Value, change: &impl Fn(&Value) -> Value) -> Value {
+    let pairs = pairs(call).unwrap_or_default().into_iter();
+    let pairs = pairs.map(|(key, value)| match &*key {
+        "arguments" => (key, change(&value)),
+        "function" => (key, with_arguments(&value, change)),
+        _ => (key, value),
+    });
+    Value::from_pairs(pairs)
+}
