@@ -1,11 +1,14 @@
 //! The log of the command line and of programs that want one: `tracing` events on standard error.
 //! The end of a program whose standard output fails.
 
+mod patient_output;
+
 use std::fmt;
 use std::io::{IsTerminal, Write, stderr};
 use std::panic::{set_hook, take_hook};
 use std::process::exit;
 
+use patient_output::PatientOutput;
 use tracing::field::Field;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::field::MakeExt as _;
@@ -20,11 +23,16 @@ const FILTER: &str = "warn,mpmd::serve=info,mpmd::warning=off,mpmd::hang=off";
 /// Makes `tracing` events appear on standard error, with control characters escaped. `RUST_LOG`
 /// filters them. By default warnings, errors, and a server's lines about its requests and state are
 /// written. Does nothing if the process already has a subscriber.
+///
+/// A reader of standard error that stops reading does not stop the program: lines that it does not
+/// take are counted, and left out.
 pub fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(FILTER));
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(stderr);
+        .with_writer(PatientOutput::new(stderr()))
+        // Standard error is the place for such an error, and has just failed.
+        .log_internal_errors(false);
     let log = log.fmt_fields(debug_fn(write_field).delimited(" "));
     // Fails if the caller has installed a subscriber.
     let _ = log.with_ansi(stderr().is_terminal()).try_init();

@@ -330,11 +330,14 @@ impl Rendezvous {
 
     /// Returns the first process of the job that was lost, with the reason, before a function was
     /// set by [`on_down`](Self::on_down). `None` if none was lost, or if such a function is set.
-    pub fn first_untold_loss(&self) -> Option<(ProcessId, String)> {
+    ///
+    /// A lost server means that the process `host` was lost. `None` if no process of the job runs
+    /// the server.
+    pub fn first_untold_loss(&self, host: Option<ProcessId>) -> Option<(ProcessId, String)> {
         let state = self.link.state.lock();
         state.untold.iter().find_map(|down| match down {
             Down::Process(process, why) => Some((*process, why.clone())),
-            Down::Server(_) => None,
+            Down::Server(why) => Some((host?, why.clone())),
         })
     }
 

@@ -71,7 +71,7 @@ pub enum RendezvousError {
     },
     /// A process has ended before all had joined, and its launcher starts no other in its place.
     /// All processes that have joined get this error. That process's fault.
-    #[error("process {process} has ended before it joined the job: {why}")]
+    #[error("process {process} has ended before all processes had joined the job: {why}")]
     NeverJoins {
         /// The process that has ended.
         process: ProcessId,

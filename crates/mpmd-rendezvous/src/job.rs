@@ -2,9 +2,9 @@
 //!
 //! Pure: it reads no clock and does no I/O. Four events come in, each with the time: a client has
 //! connected ([`JobState::opened`]), has sent a request ([`JobState::said`]), has ended
-//! ([`JobState::closed`]), or time has passed ([`JobState::tick`]). [`JobAction`]s go out. The state
-//! has four parts, none of which uses another. `JobState` passes events that concern several parts
-//! to each of them:
+//! ([`JobState::closed`]), or time has passed ([`JobState::tick`]). [`JobAction`]s go out. The
+//! state has four parts, none of which uses another. `JobState` passes events that concern several
+//! parts to each of them:
 //!
 //! - `epochs`: which process has which place, over the epochs of the job.
 //! - `values`: the values that processes share.

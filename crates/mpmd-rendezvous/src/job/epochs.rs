@@ -482,6 +482,12 @@ impl Epochs {
             if self.shrinks() {
                 return self.begin(actions);
             }
+            // Nor has one that should replace a process that leaves.
+            if !self.leavers.waiting.is_empty() && !self.leavers.are_needed {
+                self.leavers.are_needed = true;
+                self.gather_until = after(now, self.peer_timeout);
+                return self.place_spares(actions);
+            }
             let missing = self.missing(self.peer_timeout);
             let error = match self.refused.last() {
                 Some((_, refused)) if self.epoch > 1 => RendezvousError::NoReplacement {

@@ -24,7 +24,7 @@ use tokio::time::{sleep, timeout};
 use super::LAST;
 use super::failure::HttpFailure;
 use super::idle_connections::{ConnectionUse, IdleConnections, LAST_BYTES};
-use super::library_answer::LibraryAnswers;
+use super::library_answer::{HEAD_BYTES, LibraryAnswers, MOST_HEADERS};
 use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
 use super::request_log::{RequestLog, RequestRecord};
@@ -33,10 +33,6 @@ use crate::queue::RequestQueue;
 
 /// Time limit for a client to send the head of a request, including the wait before it.
 const HEAD: Duration = Duration::from_secs(30);
-/// Largest number of headers in a request.
-const MOST_HEADERS: usize = 64;
-/// Largest size of a request's head, in bytes.
-const HEAD_BYTES: usize = 32 << 10;
 /// Longest time for which a client may take no byte of a reply.
 const SLOWEST: Duration = Duration::from_secs(30);
 /// Time after a failed `accept` until the next attempt.
@@ -110,7 +106,7 @@ pub(super) async fn accept(
                 let client = ClientConnection {
                     stream,
                     connection_use,
-                    log: log.clone(),
+                    log,
                     queue: queue.clone(),
                 };
                 let connection = connection(client, routes.clone(), ended.clone());
@@ -319,7 +315,7 @@ mod tests {
             next,
             routes,
             1,
-            RequestLog::default(),
+            RequestLog { is_on: false },
             unused_queue(),
             ended,
         ));
@@ -369,7 +365,7 @@ mod tests {
             next,
             routes,
             3,
-            RequestLog::default(),
+            RequestLog { is_on: false },
             unused_queue(),
             ended,
         ));

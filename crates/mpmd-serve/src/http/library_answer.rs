@@ -17,6 +17,11 @@ use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
 use crate::queue::RequestQueue;
 
+/// Largest number of headers in a request.
+pub(super) const MOST_HEADERS: usize = 64;
+/// Largest size of a request's head, in bytes.
+pub(super) const HEAD_BYTES: usize = 32 << 10;
+
 /// A connection that gives the library's own answers a body in JSON, and counts them.
 pub(super) struct LibraryAnswers {
     connection: PacedConnection,
@@ -53,11 +58,10 @@ impl LibraryAnswers {
         // Behind `HTTP/1.1 `.
         let status = StatusCode::from_bytes(head.get(9..12)?).ok()?;
         let why = match status {
-            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => {
-                "expected fewer or shorter headers in the head of the request"
-            }
-            StatusCode::URI_TOO_LONG => "expected a shorter path",
-            _ => "expected a request of HTTP/1.1, found other bytes",
+            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE | StatusCode::URI_TOO_LONG => format!(
+                "expected a path and at most {MOST_HEADERS} headers of {HEAD_BYTES} bytes together"
+            ),
+            _ => "expected a valid head of a request of HTTP/1.1".to_owned(),
         };
         Some(HttpFailure::new(status, why))
     }

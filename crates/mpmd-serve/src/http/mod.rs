@@ -118,12 +118,8 @@ impl Front {
             most: settings.max_tokens,
         });
 
-        let (log, log_writer) = match settings.request_log {
-            true => {
-                let (log, writer) = RequestLog::start().map_err(FrontError::Start)?;
-                (log, Some(writer))
-            }
-            false => (RequestLog::default(), None),
+        let log = RequestLog {
+            is_on: settings.request_log,
         };
         let connections = settings.max_connections;
         let drain = settings.drain;
@@ -144,9 +140,6 @@ impl Front {
             // Has no error but a panic.
             _ = runtime.block_on(accept);
             runtime.shutdown_timeout(LAST);
-            if let Some(writer) = log_writer {
-                writer.finish();
-            }
             tracing::info!(target: LOG_TARGET, "drained: the server ends");
         };
 

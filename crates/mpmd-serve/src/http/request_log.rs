@@ -1,65 +1,33 @@
 //! The log of requests: a line for each, written when its reply has ended.
 
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::{self, JoinHandle};
 use std::time::Duration;
-use std::{fmt, io};
 
 use axum::http::{Method, StatusCode};
 use mpmd::launch::printable;
 use mpmd_base::block::{Instant, Mutex, now, since};
-use tokio::sync::mpsc;
 
 use crate::log_target::LOG_TARGET;
 
-/// Largest number of lines that wait for the log's thread.
-const MOST_WAITING: usize = 4096;
-/// Time limit for the last lines to be written.
-const FINISH: Duration = Duration::from_secs(2);
 /// Largest number of characters of a path, and of a method, in a line.
 const LONGEST_PATH: usize = 200;
 const LONGEST_METHOD: usize = 20;
 /// The paths that monitors read again and again. Their usual replies are logged at the level debug.
 const PROBES: [&str; 3] = ["/health", "/ready", "/metrics"];
 
-/// The log of a server's requests. Clones write to the same log. A thread of its own writes the
-/// lines, so a slow reader of the log slows no request. Lines that it cannot write in time are
-/// counted instead.
-#[derive(Clone, Debug, Default)]
+/// The log of a server's requests.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct RequestLog {
-    /// The lines for the thread. `None` if requests are not logged.
-    lines: Option<mpsc::Sender<RequestLine>>,
-    /// Number of lines that were left out since the last one.
-    missing: Arc<AtomicU64>,
+    /// True if requests are logged.
+    pub(super) is_on: bool,
 }
 
-/// The thread that writes the log of requests.
-pub(super) struct LogWriter(JoinHandle<()>);
-
 impl RequestLog {
-    /// Starts the thread of the log.
-    ///
-    /// # Errors
-    ///
-    /// If the system gives no thread.
-    pub(super) fn start() -> io::Result<(Self, LogWriter)> {
-        let (lines, written) = mpsc::channel(MOST_WAITING);
-        let log = Self {
-            lines: Some(lines),
-            missing: Arc::default(),
-        };
-        let missing = log.missing.clone();
-        let writer = thread::Builder::new()
-            .name("request-log".to_owned())
-            .spawn(move || write_lines(written, &missing))?;
-        Ok((log, LogWriter(writer)))
-    }
-
     /// Begins the record of a request that has arrived now.
-    pub(super) fn begin(&self, method: &Method, path: &str) -> Arc<RequestRecord> {
+    pub(super) fn begin(self, method: &Method, path: &str) -> Arc<RequestRecord> {
         Arc::new(RequestRecord {
-            log: self.clone(),
+            log: self,
             begun: now(),
             line: Mutex::new(RequestLine {
                 method: shortened(method.as_str(), LONGEST_METHOD),
@@ -71,39 +39,14 @@ impl RequestLog {
         })
     }
 
-    /// Hands a line to the thread. Does not block.
-    fn add(&self, line: RequestLine) {
-        if let Some(lines) = &self.lines
-            && lines.try_send(line).is_err()
-        {
-            self.missing.fetch_add(1, Ordering::Relaxed);
+    /// Writes the line of a request.
+    fn write(self, line: &RequestLine) {
+        if !self.is_on {
+            return;
         }
-    }
-}
-
-impl LogWriter {
-    /// Waits until all lines are written, for [`FINISH`] at most. All clones of the log must have
-    /// been dropped.
-    pub(super) fn finish(self) {
-        let start = now();
-        while !self.0.is_finished() && since(start) < FINISH {
-            thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-fn write_lines(mut lines: mpsc::Receiver<RequestLine>, missing: &AtomicU64) {
-    while let Some(line) = lines.blocking_recv() {
         match line.is_probe() {
             true => tracing::debug!(target: LOG_TARGET, "{line}"),
             false => tracing::info!(target: LOG_TARGET, "{line}"),
-        }
-        let missing = missing.swap(0, Ordering::Relaxed);
-        if missing > 0 {
-            tracing::warn!(
-                target: LOG_TARGET,
-                "{missing} lines about requests are missing here: the log is read too slowly"
-            );
         }
     }
 }
@@ -152,9 +95,9 @@ impl RequestRecord {
 
 impl Drop for RequestRecord {
     fn drop(&mut self) {
-        let mut line = self.line.lock().clone();
+        let mut line = self.line.lock();
         line.took = since(self.begun);
-        self.log.add(line);
+        self.log.write(&line);
     }
 }
 
@@ -243,91 +186,60 @@ fn shortened(text: &str, most: usize) -> String {
 mod tests {
     use super::*;
 
-    /// Returns a log without a thread, and its lines.
-    fn log(most: usize) -> (RequestLog, mpsc::Receiver<RequestLine>) {
-        let (lines, written) = mpsc::channel(most);
-        let log = RequestLog {
-            lines: Some(lines),
-            missing: Arc::default(),
-        };
-        (log, written)
-    }
+    const LOG: RequestLog = RequestLog { is_on: true };
 
-    /// Returns the line without its times, which differ from run to run.
-    fn without_times(line: &RequestLine) -> String {
-        let text = line.to_string();
+    /// Returns the line of a record as it is now, without its times, which differ from run to run.
+    fn without_times(record: &RequestRecord) -> String {
+        let text = record.line.lock().to_string();
         let words = text.split(' ').filter(|word| !word.contains("_ms="));
         words.collect::<Vec<_>>().join(" ")
     }
 
     #[test]
     fn line_has_the_figures_of_a_reply() {
-        let (log, mut lines) = log(2);
-        let record = log.begin(&Method::POST, "/v1/completions");
+        let record = LOG.begin(&Method::POST, "/v1/completions");
         record.begin_reply("cmpl-1", 7);
         record.token();
         record.token();
         record.answer(StatusCode::OK);
-        let other = record.clone();
         record.end_reply("stop");
-        drop(record);
-        assert!(lines.try_recv().is_err(), "the reply has not ended");
-        drop(other);
-        let line = lines.try_recv().unwrap();
         assert_eq!(
-            without_times(&line),
+            without_times(&record),
             "POST /v1/completions 200 id=cmpl-1 prompt_tokens=7 new_tokens=2 end=stop"
         );
-        let text = line.to_string();
+        let text = record.line.lock().to_string();
         assert!(text.contains(" took_ms=") && text.contains(" first_token_ms="));
     }
 
     #[test]
     fn client_that_leaves_has_a_line() {
-        let (log, mut lines) = log(2);
-        log.begin(&Method::POST, "/v1/completions")
-            .begin_reply("cmpl-1", 7);
-        let line = lines.try_recv().unwrap();
+        let record = LOG.begin(&Method::POST, "/v1/completions");
+        record.begin_reply("cmpl-1", 7);
         assert_eq!(
-            without_times(&line),
+            without_times(&record),
             "POST /v1/completions no-reply id=cmpl-1 prompt_tokens=7 new_tokens=0 end=left"
         );
     }
 
     #[test]
     fn texts_of_clients_are_short_and_on_one_line() {
-        let (log, mut lines) = log(2);
         let path = format!("/\u{1b}[2J\n{}", "x".repeat(1000));
-        drop(log.begin(&Method::GET, &path));
-        let text = lines.try_recv().unwrap().to_string();
+        let text = without_times(&LOG.begin(&Method::GET, &path));
         assert!(text.starts_with("GET /\\u001b[2J_xxx"), "{text}");
         assert!(text.contains("x… no-reply") && text.len() < 300, "{text}");
     }
 
     #[test]
-    fn full_log_counts_lines_and_does_not_block() {
-        let (log, _lines) = log(1);
-        for _ in 0..3 {
-            drop(log.begin(&Method::GET, "/"));
-        }
-        assert_eq!(log.missing.load(Ordering::Relaxed), 2);
-        // Without a log there is nothing to count.
-        let silent = RequestLog::default();
-        drop(silent.begin(&Method::GET, "/"));
-        assert_eq!(silent.missing.load(Ordering::Relaxed), 0);
-    }
-
-    #[test]
     fn only_usual_replies_to_monitors_are_probes() {
-        let (log, mut lines) = log(4);
         for (path, status, is_probe) in [
             ("/metrics", StatusCode::OK, true),
             ("/ready", StatusCode::SERVICE_UNAVAILABLE, true),
             ("/metrics", StatusCode::UNAUTHORIZED, false),
             ("/v1/models", StatusCode::OK, false),
         ] {
-            log.begin(&Method::GET, path).answer(status);
-            assert_eq!(lines.try_recv().unwrap().is_probe(), is_probe, "{path}");
+            let record = LOG.begin(&Method::GET, path);
+            record.answer(status);
+            assert_eq!(record.line.lock().is_probe(), is_probe, "{path}");
         }
     }
 }

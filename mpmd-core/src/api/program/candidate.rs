@@ -135,7 +135,7 @@ impl Candidate {
         let connect = move |joined: &JoinedEpoch| opened.connect(token, joined, peer_timeout, spin);
         let connected = match is_simulated {
             true => connect(&joined),
-            false => connect_unless_lost(&membership.rendezvous, joined.clone(), connect),
+            false => connect_unless_lost(&membership, joined.clone(), connect),
         };
         match connected {
             Ok(transport) => builder
@@ -157,8 +157,9 @@ impl Candidate {
         member: JobMember,
     ) -> Result<Option<JoinedEpoch>, RendezvousError> {
         let process = self.process;
+        let job = self.job.clone();
         self.rendezvous.on_busy(move |epoch, busy, waited| {
-            warn_user(&waits_for(process, epoch, busy, waited));
+            warn_user(&waits_for(&job, process, epoch, busy, waited));
         });
         match self.waits {
             true => self.rendezvous.join_epoch(member, epoch, self.identity),
@@ -207,7 +208,7 @@ impl Candidate {
 /// Those of `connect`, and [`TransportError::PeerGone`] if a member is lost. The thread then ends
 /// later, within the peer timeout.
 fn connect_unless_lost(
-    rendezvous: &Rendezvous,
+    membership: &Membership,
     joined: JoinedEpoch,
     connect: impl FnOnce(&JoinedEpoch) -> Result<Arc<dyn Transport>> + Send + 'static,
 ) -> Result<Arc<dyn Transport>> {
@@ -236,7 +237,8 @@ fn connect_unless_lost(
             }
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
-        let Some((peer, why)) = rendezvous.first_untold_loss() else {
+        let host = membership.host();
+        let Some((peer, why)) = membership.rendezvous.first_untold_loss(host) else {
             continue;
         };
         if since(*lost_since.get_or_insert_with(now)) >= CONNECTS_WITHIN {
@@ -326,9 +328,17 @@ impl Membership {
     }
 }
 
-/// Formats the warning that process `me` waits for others: in the first epoch for processes that
-/// have not joined, later for processes that have not left the failed epoch.
-fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) -> String {
+/// Formats the warning that process `me` of `job` waits for others: in the first epoch for
+/// processes that have not joined, later for processes that have not left the failed epoch.
+fn waits_for(
+    job: &MemberJob,
+    me: ProcessId,
+    epoch: u64,
+    busy: &[ProcessId],
+    waited: Duration,
+) -> String {
+    let process = job.name_process(me);
+    let job = job.noun();
     let names: Vec<_> = busy.iter().map(ToString::to_string).collect();
     if epoch == 1 {
         let more = match names.len().saturating_sub(MOST_NAMED) {
@@ -336,7 +346,7 @@ fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) ->
             more => format!(" and {more} more"),
         };
         return format!(
-            "process {me} has waited {:.0} s for the job to begin: these processes have not joined \
+            "{process} has waited {:.0} s for the {job} to begin: these processes have not joined \
              it, and have perhaps not started: {}{more}",
             waited.as_secs_f32(),
             names[..names.len().min(MOST_NAMED)].join(", "),
@@ -344,7 +354,7 @@ fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) ->
     }
 
     format!(
-        "process {me} has waited {:.0} s for epoch {epoch} of the job: each of these processes is \
+        "{process} has waited {:.0} s for epoch {epoch} of the {job}: each of these processes is \
          alive, but runs code of its own in the epoch that has failed, and keeps its place until \
          that returns: {}",
         waited.as_secs_f32(),

@@ -58,14 +58,14 @@ pub(crate) enum MemberJob {
 
 impl MemberJob {
     /// Formats a process of the job. A link numbers its processes anew.
-    fn name_process(&self, process: ProcessId) -> String {
+    pub(super) fn name_process(&self, process: ProcessId) -> String {
         match self {
             Self::Program => format!("process {process}"),
             Self::Link(name) => format!("process {process} of the link of publication {name}"),
         }
     }
 
-    fn noun(&self) -> &'static str {
+    pub(super) fn noun(&self) -> &'static str {
         match self {
             Self::Program => "job",
             Self::Link(_) => "link",

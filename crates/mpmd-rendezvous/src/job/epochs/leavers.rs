@@ -2,8 +2,8 @@
 //! some regions until their first commit of the next epoch is whole.
 //!
 //! Such a process waits without a place ([`JobMember::leaves`]). Once that commit is whole, the
-//! service tells it that the job can do without it. It gets a place in the next epoch again, and may
-//! ask to leave that one, in two cases:
+//! service tells it that the job can do without it. It gets a place in the next epoch again, and
+//! may ask to leave that one, in two cases:
 //!
 //! - Another process is lost before the commit is whole.
 //! - The spare that should replace it is gone when the next epoch gathers, and the program does not

@@ -672,11 +672,20 @@ fn hear(known: &mut Option<Succession>, told: Option<Succession>) {
     }
 }
 
-/// Runs the jobs of some seeds. Returns how many have ended well, and in how many a process that
-/// came back ended without going on.
-fn run(seeds: std::ops::Range<u64>, faults: Faults) -> (usize, usize) {
-    let mut well = 0;
-    let mut outlived = 0;
+/// Numbers of jobs of some seeds.
+#[derive(Debug, Default)]
+struct JobCounts {
+    /// Jobs that have ended well.
+    well: usize,
+    /// Jobs in which a process came back after the end, and ended without going on.
+    outlived: usize,
+    /// Jobs of which a process was released that had left in order.
+    left: usize,
+}
+
+/// Runs the jobs of some seeds.
+fn run(seeds: std::ops::Range<u64>, faults: Faults) -> JobCounts {
+    let mut counts = JobCounts::default();
     for seed in seeds {
         let mut world = World::new(seed, faults);
         world.run(faults);
@@ -688,11 +697,14 @@ fn run(seeds: std::ops::Range<u64>, faults: Faults) -> (usize, usize) {
             ends.len() <= 1,
             "seed {seed}: it has ended in {ends:?}: {doing:?}"
         );
-        well += ends.len();
+        counts.well += ends.len();
         let failed = |doing: &&&Doing| matches!(doing, Doing::Ended(HowItEnded::Failed(_)));
-        outlived += usize::from(!ends.is_empty() && doing.iter().any(|d| failed(&d)));
+        counts.outlived += usize::from(!ends.is_empty() && doing.iter().any(|d| failed(&d)));
+        let is_released =
+            |this: &Process| this.leaves && this.doing == Doing::Ended(HowItEnded::NotNeeded);
+        counts.left += usize::from(processes.iter().any(is_released));
     }
-    (well, outlived)
+    counts
 }
 
 /// Returns the number of seeds: MPMD_TEST_SEEDS, or a number that takes a second.
@@ -705,7 +717,7 @@ fn seeds() -> u64 {
 
 #[test]
 fn job_with_sleepers_and_deaths_ends_once_at_most() {
-    let (well, outlived) = run(
+    let counts = run(
         0..seeds(),
         Faults {
             busy: 3 * TIMEOUT,
@@ -715,18 +727,15 @@ fn job_with_sleepers_and_deaths_ends_once_at_most() {
             kills: 1,
         },
     );
-    println!(
-        "{well} of {} ended well, in {outlived} others woke later",
-        seeds()
-    );
-    assert!(well > 0 && outlived > 0, "{well}, {outlived}");
+    println!("{counts:?} of {}", seeds());
+    assert!(counts.well > 0 && counts.outlived > 0, "{counts:?}");
 }
 
 /// A process that has left in order, or was asleep at the end, knows nothing of the end. Nobody
 /// keeps a record of it, since none of them goes on by itself.
 #[test]
 fn job_that_processes_leave_ends_once_at_most() {
-    let (well, outlived) = run(
+    let counts = run(
         0..seeds(),
         Faults {
             busy: 3 * TIMEOUT,
@@ -736,12 +745,15 @@ fn job_that_processes_leave_ends_once_at_most() {
             kills: 1,
         },
     );
-    assert!(well > 0 && outlived > 0, "{well}, {outlived}");
+    assert!(
+        counts.well > 0 && counts.outlived > 0 && counts.left > 0,
+        "{counts:?}"
+    );
 }
 
 #[test]
 fn job_with_deaths_alone_ends_once() {
-    let (well, _) = run(
+    let counts = run(
         0..seeds(),
         Faults {
             busy: TIMEOUT / 2,
@@ -751,5 +763,5 @@ fn job_with_deaths_alone_ends_once() {
             kills: 3,
         },
     );
-    assert_eq!(well as u64, seeds());
+    assert_eq!(counts.well as u64, seeds());
 }

@@ -148,6 +148,18 @@ fn leaver_stays_if_its_replacement_dies_before_the_change() {
 }
 
 #[test]
+fn leaver_stays_if_its_replacement_never_joins() {
+    let mut table = Table::running();
+    table.job.owner_starts(1);
+    whole(&mut table, 10);
+    leave_job(&mut table, 1);
+    return_all(&mut table, &[0, 2]);
+    assert_eq!(table.joined(), [], "a process may still be started");
+    table.pass(TIME_LIMIT * 3, &[20, 21, 22]);
+    assert_eq!(table.joined(), [(20, 0, 2), (21, 1, 2), (22, 2, 2)]);
+}
+
+#[test]
 fn of_two_leavers_one_stays_if_one_replacement_dies() {
     let leave_both = |table: &mut Table| {
         whole(table, 10);
