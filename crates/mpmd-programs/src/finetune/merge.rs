@@ -16,8 +16,8 @@ use crate::inputs::compared;
 ///
 /// # Errors
 ///
-/// If `to` is the folder of the model or the adapter, or cannot be created. If the arguments do not fit the model,
-/// or the job could not be started.
+/// If `to` is the folder of the model or the adapter, or cannot be created. If the arguments do not
+/// fit the model, or the job could not be started.
 pub(super) fn run(
     source: &Folder,
     adapter: Option<&Adapter>,
