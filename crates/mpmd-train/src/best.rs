@@ -15,7 +15,7 @@ pub struct BestEvaluation {
     /// Number of later evaluations. None of them had a lower loss.
     pub later: u64,
     /// Step of the last evaluation.
-    last: u64,
+    pub(crate) last: u64,
 }
 
 /// Number of words that [`BestEvaluation::words`] returns.

@@ -13,6 +13,7 @@ use mpmd::train::tensors::{TensorFile, file_note, read_json, read_regular};
 use mpmd::{Error, Fact, Result};
 use serde_json::{Map, Value};
 
+use crate::config::ConfigKeys;
 use crate::decoder::lora::{Lora, MATRICES, WEIGHT};
 use crate::error::unexpected;
 use crate::family::ParameterSource;
@@ -30,8 +31,19 @@ pub(crate) const ADAPTER_MODEL: &str = "adapter_model.safetensors";
 
 /// Number of samples by which the matrices of an adapter are compared between processes.
 const SAMPLES: u64 = 4;
-/// Prefixes of `init_lora_weights` in adapters that also change the weights of their model.
-const CHANGING: [&str; 4] = ["pissa", "olora", "loftq", "corda"];
+/// Texts in `init_lora_weights` for first values that leave the weights of the model as they are.
+/// Other ones also change these weights.
+const FIRST_VALUES: [&str; 3] = ["gaussian", "eva", "orthogonal"];
+
+/// Keys of an adapter's settings that change no result, separated by blanks. All other keys must be
+/// read, or ask for nothing. In this order: the origin; the choice of modules, which the names and
+/// shapes of matrices show; settings of training; parts of settings that other keys enable.
+const HARMLESS: &str = "
+    auto_mapping base_model_name_or_path inference_mode peft_version revision task_type
+    exclude_modules fan_in_fan_out layers_pattern layers_to_transform rank_pattern target_modules
+    lora_dropout runtime_config
+    corda_config eva_config loftq_config lora_ga_config megatron_core qalora_group_size
+";
 
 /// An adapter of LoRA on disk, in the format of the library `peft`: `adapter_config.json` and
 /// `adapter_model.safetensors`. Opening it reads all of its matrices. Clones share them.
@@ -162,7 +174,7 @@ impl Adapter {
         };
         let Lora { rank, alpha } = self.lora;
         let scale = (alpha / rank as f64) as f32;
-        if (stored.scale - scale).abs() > 1e-6 * scale.abs() {
+        if (stored.scale - scale).abs() > 1e-6 * stored.scale.abs() {
             let expected = format!("alpha / rank {scale}, as in {ADAPTER_CONFIG}");
             return Err(self.unexpected(&source.name, expected, stored.scale));
         }
@@ -211,26 +223,23 @@ impl AdapterConfig {
         let text = checked(folder, ADAPTER_CONFIG, LARGEST_FILE)
             .and_then(|path| read_regular(&path, LARGEST_FILE))
             .map_err(|why| unexpected(&file, "", expected, why))?;
-        let map: Map<String, Value> =
+        let mut map: Map<String, Value> =
             read_json(&text).map_err(|why| unexpected(&file, "", expected, why))?;
-        check_kind(&file, &map)?;
+        map.retain(|key, value| matches!(&**key, "r" | "lora_alpha") || !is_neutral(value));
 
-        let value = |key: &str| map.get(key).unwrap_or(&Value::Null);
-        let wrong = |key: &str, expected: &str| unexpected(&file, key, expected, value(key));
-        let rank = value("r").as_u64().filter(|rank| *rank > 0);
-        let rank = rank.ok_or_else(|| wrong("r", "a rank above 0"))? as usize;
-        let lora_alpha = value("lora_alpha").as_f64();
-        let lora_alpha = lora_alpha.ok_or_else(|| wrong("lora_alpha", "a number"))?;
-        let has_root = value("use_rslora").as_bool().unwrap_or(false);
-
-        let mut alphas = BTreeMap::new();
-        for (module, alpha) in value("alpha_pattern").as_object().into_iter().flatten() {
-            let is_plain = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
-            match alpha.as_f64().filter(|_| module.chars().all(is_plain)) {
-                Some(alpha) => alphas.insert(module.clone(), alpha),
-                None => return Err(wrong("alpha_pattern", "numbers by the names of modules")),
-            };
+        let keys = ConfigKeys::new(&file, map);
+        check_kind(&keys)?;
+        let rank = keys.size("r", 0)?;
+        let lora_alpha = keys.required("lora_alpha", "a number")?;
+        let has_root = keys.flag("use_rslora", false)?;
+        let expected = "numbers by the names of modules";
+        let alphas: BTreeMap<String, f64> = keys.or("alpha_pattern", expected, BTreeMap::new())?;
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
+        if let Some(module) = alphas.keys().find(|module| !module.chars().all(is_plain)) {
+            return Err(keys.unexpected("alpha_pattern", expected, format!("{module:?}")));
         }
+        keys.finish(HARMLESS)?;
+
         let root = if has_root { (rank as f64).sqrt() } else { 1.0 };
         Ok(Self {
             lora: Lora {
@@ -272,7 +281,8 @@ impl AdapterConfig {
         } else {
             rank as f64
         };
-        if !(alpha / by).is_finite() {
+        let scale = (alpha / by) as f32;
+        if !scale.is_finite() {
             return Err(unexpected(
                 &self.file,
                 "lora_alpha",
@@ -285,44 +295,38 @@ impl AdapterConfig {
             b,
             rank,
             inputs,
-            scale: (alpha / by) as f32,
+            scale,
         })
     }
 }
 
-/// Returns an error if an adapter's settings ask for more than products beside weights.
-fn check_kind(file: &Path, map: &Map<String, Value>) -> Result<()> {
-    let value = |key: &str| map.get(key).unwrap_or(&Value::Null);
-    if value("peft_type") != "LORA" {
-        return Err(unexpected(
-            file,
-            "peft_type",
-            "\"LORA\"",
-            value("peft_type"),
-        ));
+/// Returns an error if an adapter's settings ask for more than products beside weights, by the keys
+/// that are no flags.
+fn check_kind(keys: &ConfigKeys<'_>) -> Result<()> {
+    let kind: String = keys.required("peft_type", "\"LORA\"")?;
+    if kind != "LORA" {
+        return Err(keys.unexpected("peft_type", "\"LORA\"", format!("{kind:?}")));
     }
-    if !(value("bias").is_null() || value("bias") == "none") {
-        return Err(unexpected(file, "bias", "\"none\"", value("bias")));
+    keys.only("bias", "none".to_owned())?;
+
+    let expected = "first values that leave the weights of the model as they are";
+    match keys.get::<Value>("init_lora_weights", expected)? {
+        None | Some(Value::Bool(_)) => Ok(()),
+        Some(Value::String(first)) if FIRST_VALUES.contains(&&*first.to_lowercase()) => Ok(()),
+        Some(first) => Err(keys.unexpected("init_lora_weights", expected, first)),
     }
-    for key in ["use_dora", "lora_bias", "use_qalora"] {
-        if value(key).as_bool() == Some(true) {
-            return Err(unexpected(file, key, false, true));
-        }
+}
+
+/// Returns true if a setting asks for nothing: false, zero, or empty.
+fn is_neutral(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Bool(flag) => !flag,
+        Value::Number(number) => number.as_f64() == Some(0.0),
+        Value::String(text) => text.is_empty(),
+        Value::Array(values) => values.is_empty(),
+        Value::Object(map) => map.is_empty(),
     }
-    let first = value("init_lora_weights").as_str().unwrap_or_default();
-    if CHANGING
-        .iter()
-        .any(|kind| first.to_lowercase().starts_with(kind))
-    {
-        let expected = "first values that leave the weights of the model as they are";
-        return Err(unexpected(
-            file,
-            "init_lora_weights",
-            expected,
-            format!("{first:?}"),
-        ));
-    }
-    Ok(())
 }
 
 /// Reads a matrix of floats as f32. Returns its values and its shape.

@@ -148,9 +148,8 @@ impl Stages {
     ///
     /// # Errors
     ///
-    /// If the adapter has matrices beside other weights than projections of attention and MLP, or
-    /// of other shapes. Modules of another rank or alpha than the adapter's own fail in
-    /// [`training`](Self::training).
+    /// If the adapter has matrices beside other weights than projections of attention and MLP, of
+    /// other shapes, or of another rank or alpha than its own.
     pub fn continue_adapter(mut self, adapter: &Adapter, seed: u64) -> Result<Self> {
         let has_experts = self.folder.config().experts.is_some();
         for (weight, matrices) in adapter.matrices() {
@@ -170,6 +169,12 @@ impl Stages {
         self.lora = Some(adapter.lora());
         self.start = Some(adapter.clone());
         self.seed = seed;
+
+        // Shows here what would else fail in the process of one stage.
+        for (name, _) in self.folder.sources() {
+            let module = name.strip_suffix(lora::WEIGHT).unwrap_or(name);
+            self.first_values(&format!("{module}{}", lora::MATRICES[0]))?;
+        }
         Ok(self)
     }
 

@@ -60,6 +60,10 @@ impl Tokens {
             read_regular(file, u64::MAX).map_err(|why| unexpected(file, "", expected, why))?;
         let (kind, values) = match bytes.strip_prefix(NUMPY) {
             Some(rest) => of_numpy(file, rest)?,
+            None if file.extension().is_some_and(|end| end == "npy") => {
+                let expected = "an array of NumPy, which begins with \"\\x93NUMPY\"";
+                return Err(unexpected(file, "", expected, "another start"));
+            }
             None => (raw, &bytes[..]),
         };
         let size = kind.size();

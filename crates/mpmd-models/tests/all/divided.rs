@@ -50,7 +50,7 @@ fn jobs() -> impl Iterator<Item = (&'static str, Job)> {
 
 /// Runs a program on the devices of a divided model. Returns the value of the process that returned
 /// one.
-fn divided<T: Send>(
+pub(crate) fn divided<T: Send>(
     model: &Stages,
     processes: &[usize],
     program: impl Fn(&mut Program, &[Mesh]) -> Result<Option<T>> + Sync,
@@ -62,7 +62,7 @@ fn divided<T: Send>(
     values.last().expect("one process returns a value")
 }
 
-fn model(folder: &Folder, devices: &[usize], positions: usize) -> Stages {
+pub(crate) fn model(folder: &Folder, devices: &[usize], positions: usize) -> Stages {
     let model = Stages::new(folder, devices.len(), positions).unwrap();
     model.tensor_parallel(devices).unwrap()
 }

@@ -95,3 +95,15 @@ fn other_files_are_refused_with_the_place() {
         assert!(said.starts_with(&path) && said.ends_with(says), "{said}");
     }
 }
+
+#[test]
+fn other_bytes_in_a_numpy_file_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokens.npy");
+    // They would be tokens of the model in a file of raw numbers.
+    fs::write(&file, [3, 0, 4, 0]).unwrap();
+    let read = Tokens::of_numbers(&file, TokenType::U16, &open("plain"));
+    let said = read.map(drop).unwrap_err().to_string();
+    assert!(said.ends_with("found another start"), "{said}");
+    assert!(said.starts_with(&file.display().to_string()), "{said}");
+}

@@ -1,5 +1,7 @@
 //! The model of the best evaluation of a training, which `--save-best` keeps in a folder.
 
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use mpmd::job::say;
@@ -8,10 +10,10 @@ use mpmd::train::BestEvaluation;
 use mpmd::train::tensors::{read_regular, replace};
 use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_models::{Folder, Lora, merged, save, save_adapter};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-/// Name of the file with the step of the model in the folder.
-const STEP_FILE: &str = "best.json";
+/// Name of the file with the evaluation of the model in the folder.
+const EVALUATION_FILE: &str = "best.json";
 /// Largest size of this file, in bytes.
 const LARGEST_FILE: u64 = 4096;
 
@@ -23,11 +25,29 @@ pub(super) struct BestFolder {
     lora: Option<Lora>,
 }
 
-/// The content of [`STEP_FILE`].
-#[derive(Deserialize, Serialize)]
-struct SavedStep {
-    /// Number of updates of the model.
+/// The evaluation with the lowest loss, in [`EVALUATION_FILE`] and in the line that a training
+/// prints.
+#[derive(Serialize)]
+pub(super) struct BestRecord {
+    /// Number of updates that the evaluated model has had.
     step: u64,
+    held_out_loss: f64,
+}
+
+impl From<BestEvaluation> for BestRecord {
+    fn from(best: BestEvaluation) -> Self {
+        Self {
+            step: best.step,
+            held_out_loss: best.loss,
+        }
+    }
+}
+
+/// Returns the content of [`EVALUATION_FILE`] for an evaluation.
+fn content(best: BestEvaluation) -> Result<String> {
+    let text = serde_json::to_string(&BestRecord::from(best));
+    let text = text.map_err(|why| Error::Environment(why.to_string()))?;
+    Ok(format!("{text}\n"))
 }
 
 impl BestFolder {
@@ -39,12 +59,12 @@ impl BestFolder {
         }
     }
 
-    /// Saves the parameters after `step` updates: LoRA's matrices as an adapter, or else the model.
-    /// Blocks until the folder is complete. Every process must call it.
+    /// Saves the parameters of the best evaluation: LoRA's matrices as an adapter, or else the
+    /// model. Blocks until the folder is complete. Every process must call it.
     pub(super) fn save(
         &self,
         p: &mut Program,
-        step: u64,
+        best: BestEvaluation,
         pipeline: &Pipeline<MpmdArray, Loss<MpmdArray>>,
     ) -> Result<()> {
         let Self {
@@ -52,6 +72,16 @@ impl BestFolder {
             source,
             lora,
         } = self;
+        let file = folder.join(EVALUATION_FILE);
+        // If a process is killed below, the folder may have this model or the one before.
+        p.broadcast_value(ProcessId(0), (), || match fs::remove_file(&file) {
+            Err(why) if why.kind() != ErrorKind::NotFound => {
+                let file = file.display();
+                Err(Error::Environment(format!("cannot remove {file}: {why}")))
+            }
+            _ => Ok(()),
+        })?;
+
         match lora {
             Some(lora) => save_adapter(p, source, pipeline, *lora, folder)?,
             None => {
@@ -60,9 +90,7 @@ impl BestFolder {
             }
         }
         p.broadcast_value(ProcessId(0), (), || {
-            let text = serde_json::to_string(&SavedStep { step });
-            let text = text.map_err(|why| Error::Environment(why.to_string()))?;
-            replace(&folder.join(STEP_FILE), format!("{text}\n").as_bytes())
+            replace(&file, content(best)?.as_bytes())
         })
     }
 
@@ -94,10 +122,8 @@ impl BestFolder {
 
     /// True if the folder has the model of an evaluation.
     fn has(&self, best: BestEvaluation) -> bool {
-        let read = || {
-            let text = read_regular(&self.folder.join(STEP_FILE), LARGEST_FILE).ok()?;
-            serde_json::from_slice::<SavedStep>(&text).ok()
-        };
-        read().is_some_and(|saved| saved.step == best.step)
+        let found = read_regular(&self.folder.join(EVALUATION_FILE), LARGEST_FILE);
+        let expected = content(best);
+        found.is_ok_and(|found| expected.is_ok_and(|text| text.as_bytes() == found))
     }
 }

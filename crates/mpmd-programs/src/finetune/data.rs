@@ -22,7 +22,7 @@ pub(super) fn is_of_tokens(file: &Path) -> bool {
     ends_with(file, &OF_TOKENS)
 }
 
-/// True if a file that is evaluated has examples, by its name.
+/// True if a file has examples, by its name.
 pub(super) fn is_of_examples(file: &Path) -> bool {
     ends_with(file, &OF_EXAMPLES)
 }
@@ -56,18 +56,31 @@ impl TrainingFiles {
     ///
     /// # Errors
     ///
-    /// As for [`check_inputs`]. If tokens are held out from examples.
+    /// As for [`check_inputs`]. If `--data` has neither examples nor tokens by its name, or only one
+    /// of training and held-out data are examples.
     pub(super) fn check_readable(&self, source: &Folder, args: &TrainArgs) -> anyhow::Result<()> {
         let mut texts = self.texts.paths().to_vec();
         let mut files = self.data.paths().to_vec();
-        for held_out in self.held_out.paths() {
-            let is_of_tokens = is_of_tokens(held_out);
+        for file in self.data.paths() {
             ensure!(
-                !(is_of_tokens && args.is_of_examples()),
-                "--held-out {}: expected a file of examples, as --data is one, found tokens",
-                held_out.display()
+                is_of_examples(file) || is_of_tokens(file),
+                "--data {}: expected a name that ends with .jsonl or .json, of a file of examples, \
+                 or with .bin or .npy, of tokens; a text is given without --data",
+                file.display()
             );
-            if is_of_tokens || args.is_of_examples() {
+        }
+        for held_out in self.held_out.paths() {
+            let name = held_out.display();
+            ensure!(
+                is_of_examples(held_out) || !args.is_of_examples(),
+                "--held-out {name}: expected a file of examples (.jsonl, .json), as --data is one"
+            );
+            ensure!(
+                args.is_of_examples() || !is_of_examples(held_out),
+                "--held-out {name}: expected a text or tokens, as the training data are, found a \
+                 file of examples (.jsonl, .json)"
+            );
+            if is_of_tokens(held_out) || is_of_examples(held_out) {
                 files.push(held_out.clone());
             } else {
                 texts.push(held_out.clone());

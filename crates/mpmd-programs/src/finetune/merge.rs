@@ -5,21 +5,22 @@ use std::process::ExitCode;
 
 use mpmd::job::JobArgs;
 use mpmd::train::tensors::check_folder;
-use mpmd_models::{Folder, HeldBytes, merged, save};
+use mpmd_models::{Adapter, Folder, HeldBytes, merged, save};
 
 use super::train::create_saved_folders;
 use crate::division::DivisionArgs;
 use crate::inputs::compared;
 
 /// Saves a model, with the adapter that `source` has, in the folder `to`. Each process reads and
-/// writes the weights of its own stages.
+/// writes the weights of its own stages. `adapter` is that adapter.
 ///
 /// # Errors
 ///
-/// If `to` is the folder of the model or cannot be created. If the arguments do not fit the model,
-/// or the job could not be started.
+/// If `to` is the folder of the model or the adapter, or cannot be created. If the arguments do not
+/// fit the model, or the job could not be started.
 pub(super) fn run(
     source: &Folder,
+    adapter: Option<&Adapter>,
     to: &Path,
     cut: &DivisionArgs,
     job: &JobArgs,
@@ -32,7 +33,7 @@ pub(super) fn run(
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
     }
-    create_saved_folders(source, &[("--merge", Some(to))])?;
+    create_saved_folders(source, adapter, &[("--merge", Some(to))])?;
 
     let job = compared(job, source, &[]);
     mpmd::job::run(&job, stages, devices, |p| {

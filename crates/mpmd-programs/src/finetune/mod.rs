@@ -96,7 +96,7 @@ pub fn finetune(args: &Finetune) -> anyhow::Result<ExitCode> {
         } => evaluate::run(&with_adapter(folder)?, file, training, cut, job),
         ScoreArgs {
             merge: Some(to), ..
-        } => merge::run(&with_adapter(folder)?, to, cut, job),
+        } => merge::run(&with_adapter(folder)?, adapter.as_ref(), to, cut, job),
         _ => {
             let training = TrainArgs {
                 start: adapter,

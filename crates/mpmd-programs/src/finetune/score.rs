@@ -14,16 +14,24 @@ use crate::division::DivisionArgs;
 use crate::inputs::{InputFiles, check_inputs, compared};
 
 /// Options of training that `--score`, `--evaluate` and `--merge` would ignore.
-const NOT_SCORED: [&str; 9] = [
+const NOT_SCORED: [&str; 17] = [
     "TEXT",
     "data",
     "held_out",
     "evaluate_every",
+    "steps",
+    "lr",
+    "warmup",
+    "clip",
+    "weight_decay",
+    "seed",
     "lora",
     "save",
     "save_adapter",
     "checkpoints",
     "metrics",
+    "elastic",
+    "publish",
 ];
 
 /// Arguments of a scoring, of an evaluation, and of a merge.
@@ -36,8 +44,8 @@ pub(crate) struct ScoreArgs {
     #[arg(long, value_name = "N", requires = "score", value_parser = at_least(2))]
     pub tokens: Option<usize>,
     /// Print the mean loss and the perplexity of this file as a line of JSON, in place of a
-    /// training: lines of JSON (.jsonl) as for --data, numbers of tokens (.bin, .npy), or else a
-    /// text, in windows of --time
+    /// training: examples (.jsonl, .json) or tokens (.bin, .npy) as for --data, or else a text, in
+    /// windows of --time
     #[arg(long, value_name = "FILE", conflicts_with = "score", conflicts_with_all = NOT_SCORED)]
     pub evaluate: Option<PathBuf>,
     /// Save the model with the products of --adapter added to its weights in this folder, in place

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::OnceLock;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use mpmd::job::{Elastic, JobArgs, at_least, not_negative, positive, say};
 use mpmd::pipeline::{Builtin, Schedule};
 use mpmd::train::stop::exit_code;
@@ -17,8 +17,8 @@ use mpmd_models::{
 };
 use serde::Serialize;
 
-use super::best::BestFolder;
-use super::data::{TrainingFiles, data, is_of_tokens};
+use super::best::{BestFolder, BestRecord};
+use super::data::{TrainingFiles, data, is_of_examples};
 use super::divided_model::DividedModel;
 use crate::division::DivisionArgs;
 use crate::inputs::compared;
@@ -37,17 +37,17 @@ pub(crate) struct TrainArgs {
     /// Texts to train on: files and folders
     #[arg(id = "TEXT")]
     pub paths: Vec<PathBuf>,
-    /// Train on the completions and replies of this file, in place of texts: lines of JSON with
-    /// `prompt` and `completion`, or `messages` for the folder's chat template. Or, if it ends with
-    /// .bin or .npy, on its tokens: numbers of --token-type without a header, or an array of NumPy
-    /// of uint16 or uint32
+    /// Train on this file, in place of texts. If it ends with .jsonl or .json, on the completions
+    /// and replies of its examples: lines of JSON with `prompt` and `completion`, or `messages` for
+    /// the folder's chat template. If it ends with .bin or .npy, on its tokens: numbers of
+    /// --token-type without a header, or an array of NumPy of uint16 or uint32
     #[arg(long, value_name = "FILE", conflicts_with = "TEXT")]
     pub data: Option<PathBuf>,
     /// Type of the numbers in .bin files of tokens, which are little-endian
     #[arg(long, value_name = "TYPE", default_value = "u16")]
     pub token_type: TokenTypeArg,
-    /// Evaluate on this text, this file of examples or of tokens; default: every tenth part of the
-    /// others
+    /// Evaluate on this file: with examples in --data on examples (.jsonl, .json), else on tokens
+    /// (.bin, .npy) or a text (any other name); default: every tenth part of the training data
     #[arg(long, value_name = "FILE")]
     pub held_out: Option<PathBuf>,
     /// Updates between evaluations; there is one at the end in any case
@@ -144,7 +144,7 @@ impl TrainArgs {
 
     /// True if the training data are examples, not texts or tokens.
     pub(super) fn is_of_examples(&self) -> bool {
-        self.data.as_deref().is_some_and(|file| !is_of_tokens(file))
+        self.data.as_deref().is_some_and(is_of_examples)
     }
 
     /// Returns the settings of the trainer.
@@ -207,15 +207,7 @@ struct Trained {
     held_out_loss: Option<f64>,
     /// The evaluation with the lowest loss, if `--evaluate-every` is given.
     #[serde(skip_serializing_if = "Option::is_none")]
-    best: Option<TrainedBest>,
-}
-
-/// The evaluation with the lowest loss, in [`Trained`].
-#[derive(Serialize)]
-struct TrainedBest {
-    /// Number of updates that the evaluated model has had.
-    step: u64,
-    held_out_loss: f64,
+    best: Option<BestRecord>,
 }
 
 /// Trains a model on texts, examples or tokens, and saves it. Process 0 prints the outcome as a
@@ -252,7 +244,7 @@ pub(crate) fn run(
         ("--save-adapter", args.save_adapter.as_deref()),
         ("--save-best", args.save_best.as_deref()),
     ];
-    create_saved_folders(source, &saved)?;
+    create_saved_folders(source, args.start.as_ref(), &saved)?;
 
     // Process 0 alone writes them.
     let mut job = compared(job, source, &inputs.all()).may_differ(["metrics"]);
@@ -290,14 +282,16 @@ pub(crate) fn run(
 }
 
 /// Creates the folders for models and adapters that options name. They must differ from each other
-/// and from the folder of `--model` or `--new`.
+/// and from the folders of the model and of the adapter that it is used with.
 ///
 /// A folder that cannot be created is found here, before hours of training.
 pub(super) fn create_saved_folders(
     source: &Folder,
+    adapter: Option<&Adapter>,
     saved: &[(&str, Option<&Path>)],
 ) -> anyhow::Result<()> {
-    let mut folders = vec![source.path().canonicalize().ok()];
+    let mut folders = vec![("--model or --new", source.path().canonicalize().ok())];
+    folders.extend(adapter.map(|adapter| ("--adapter", adapter.path().canonicalize().ok())));
     for (option, folder) in saved {
         let Some(folder) = folder else { continue };
         let name = folder.display();
@@ -305,11 +299,10 @@ pub(super) fn create_saved_folders(
             .with_context(|| format!("{option} {name}: expected a folder for the trained model"))?;
 
         let folder = folder.canonicalize().ok();
-        ensure!(
-            !folders.contains(&folder),
-            "{option}: another save, --model or --new has the same folder"
-        );
-        folders.push(folder);
+        if let Some((other, _)) = folders.iter().find(|(_, other)| *other == folder) {
+            bail!("{option} {name}: expected another folder than that of {other}");
+        }
+        folders.push((option, folder));
     }
     Ok(())
 }
@@ -407,7 +400,7 @@ impl Training<'_> {
             if is_first {
                 kept.warn_of_missing(trainer.best());
             }
-            trainer = trainer.after_best(move |p, step, pipeline: &_| kept.save(p, step, pipeline));
+            trainer = trainer.after_best(move |p, best, pipeline: &_| kept.save(p, best, pipeline));
         }
 
         let outcome = trainer.run(p, run, &*data)?;
@@ -421,10 +414,7 @@ impl Training<'_> {
                 steps: outcome.steps,
                 loss: outcome.last.map(|last| last.loss),
                 held_out_loss: outcome.evaluation,
-                best: best.map(|best| TrainedBest {
-                    step: best.step,
-                    held_out_loss: best.loss,
-                }),
+                best: best.map(BestRecord::from),
             };
             println!("{}", serde_json::to_string(&trained)?);
         }

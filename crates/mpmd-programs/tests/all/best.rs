@@ -108,6 +108,33 @@ fn best_model_and_patience_survive_a_restart() {
     let warning = "warning: the best evaluation is that after step 2 of an earlier run";
     assert!(said.contains(warning), "{said}");
     assert!(said.contains(&format!(", not saved in {other}")), "{said}");
+
+    // The model of the same step of another training.
+    let record = written.path("best").join("best.json");
+    let line = fs::read_to_string(&record).unwrap();
+    assert_eq!(line, format!("{}\n", first["best"]));
+    fs::write(&record, "{\"step\":2,\"held_out_loss\":9.5}\n").unwrap();
+    let (_, said) = train(1, "100", &best);
+    assert!(said.contains(warning), "{said}");
+    assert!(said.contains(&format!(", not saved in {best}")), "{said}");
+}
+
+#[test]
+fn broken_save_of_the_best_model_leaves_no_record() {
+    let (written, text) = (Written::new(), text());
+    let best = written.path("best");
+    // No file can replace it.
+    fs::create_dir_all(best.join("config.json/x")).unwrap();
+    fs::write(best.join("best.json"), "of an earlier training").unwrap();
+    let mut command = bare(FINETUNE);
+    command.arg("--model").arg(path("plain")).arg(&text);
+    command.arg("--held-out").arg(&text);
+    let steps = ["--steps", "4", "--save-best", best.to_str().unwrap()];
+    let output = command.args(SIZES.split(' ')).args(steps).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("config.json: "), "{said}");
+    assert!(!best.join("best.json").exists());
 }
 
 #[test]
@@ -180,6 +207,24 @@ fn adapters_are_used_continued_and_merged() {
     let answer = server.send("POST", "/v1/completions", &body).json();
     assert_eq!(answer["choices"][0]["text"], generated["text"], "{answer}");
     server.end();
+
+    // The adapter stays as it is.
+    let text = text();
+    let training = [text.to_str().unwrap(), "--evaluate-every", "2"];
+    for (option, others) in [
+        ("--merge", &[][..]),
+        ("--save", &training[..1]),
+        ("--save-best", &training),
+        ("--save-adapter", &training[..1]),
+    ] {
+        let mut command = bare(FINETUNE);
+        command.arg("--model").arg(&model).args(adapter);
+        let output = command.args([option, &best]).args(others).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        let expected = format!("{option} {best}: expected another folder than that of --adapter");
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(&expected), "{said}");
+    }
 
     // The first evaluation of the training that continues is that of the adapter.
     let continued = ["--lr", "0", "--steps", "2", "--save-adapter", &more];
@@ -277,7 +322,54 @@ fn options_that_lack_another_are_refused() {
         (
             &["--data", &chats, "--held-out", &numbers],
             1,
-            "expected a file of examples, as --data is one, found tokens",
+            "expected a file of examples (.jsonl, .json), as --data is one",
+        ),
+        (
+            &[text, "--held-out", &chats],
+            1,
+            "expected a text or tokens, as the training data are, found a file of examples",
+        ),
+        (
+            &["--data", &numbers, "--held-out", &chats],
+            1,
+            "expected a text or tokens, as the training data are, found a file of examples",
+        ),
+        (
+            &["--data", text],
+            1,
+            "expected a name that ends with .jsonl or .json",
+        ),
+        (
+            &["--evaluate", text, "--elastic"],
+            2,
+            "'--evaluate <FILE>' cannot be used with '--elastic'",
+        ),
+        (
+            &["--score", text, "--tokens", "9", "--elastic"],
+            2,
+            "'--score <FILE>' cannot be used with '--elastic'",
+        ),
+        (
+            &["--merge", &best, "--adapter", &best, "--elastic"],
+            2,
+            "'--merge <DIR>' cannot be used with '--elastic'",
+        ),
+        (
+            &[
+                "--evaluate",
+                text,
+                "--publish",
+                "localhost:1",
+                "--weights-secret",
+                text,
+            ],
+            2,
+            "'--evaluate <FILE>' cannot be used with '--publish <ADDRESS>'",
+        ),
+        (
+            &["--evaluate", text, "--lr", "1"],
+            2,
+            "'--evaluate <FILE>' cannot be used with '--lr <LR>'",
         ),
     ] {
         let output = bare(FINETUNE)

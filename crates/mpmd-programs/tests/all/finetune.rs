@@ -269,7 +269,10 @@ fn mistakes_in_arguments_start_no_process() {
             &["--score", "/absent", "--tokens", "9"],
             "cannot read /absent: No such file",
         ),
-        (&["--data", "/absent"], "cannot read /absent: No such file"),
+        (
+            &["--data", "/absent.jsonl"],
+            "cannot read /absent.jsonl: No such file",
+        ),
         (
             &[text, "--held-out", "/absent"],
             "cannot read /absent: No such file",
@@ -428,7 +431,8 @@ fn examples_and_second_files_train_alike_on_more_processes() {
     };
     let lines: Vec<_> = (0..20).map(line).collect();
     let (data, other) = (file("data.jsonl", &lines), file("other.jsonl", &lines[..3]));
-    let (text, other_text) = (text(), path("plain/config.json"));
+    let (text, other_text) = (text(), folder.path().join("other.txt"));
+    fs::copy(path("plain/config.json"), &other_text).unwrap();
     let (text, other_text) = (text.to_str().unwrap(), other_text.to_str().unwrap());
     for (args, says) in [
         (

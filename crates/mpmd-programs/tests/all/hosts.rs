@@ -110,7 +110,8 @@ fn data_that_differ_are_named_with_both_paths() {
         fs::write(&file, line.repeat(20)).unwrap();
         file.to_str().unwrap().to_owned()
     };
-    let [one, same, other] = [file("one", "B"), file("same", "B"), file("other", "C")];
+    let [one, same, other] = [("one", "B"), ("same", "B"), ("other", "C")]
+        .map(|(name, reply)| file(&format!("{name}.jsonl"), reply));
     let train = |first: &str, second: &str| {
         let args = |data| {
             let mut args = vec!["--model", model.to_str().unwrap(), "--data", data];

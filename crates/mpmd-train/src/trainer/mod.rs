@@ -58,12 +58,17 @@ pub struct Trainer<In> {
     recovery: Option<Recovery>,
     best: Option<BestEvaluation>,
     after_step: Option<AfterStep<In>>,
-    after_best: Option<AfterStep<In>>,
+    after_best: Option<AfterBest<In>>,
 }
 
 /// A function of the caller that is called with the number of updates and the pipeline.
 type AfterStep<In> =
     Box<dyn FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send>;
+
+/// A function of the caller that is called with the best evaluation and the pipeline.
+type AfterBest<In> = Box<
+    dyn FnMut(&mut Program, BestEvaluation, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send,
+>;
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Creates a trainer that runs `pipeline` by `schedule`. `settings` configures the optimiser:
@@ -158,13 +163,15 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 
     /// Makes [`Trainer::run`] call `f` on every process after each evaluation that is the best so
-    /// far, with the number of updates and the pipeline. `f` may for instance save the parameters.
+    /// far, with this evaluation and the pipeline. `f` may for instance save the parameters.
     /// After [`Trainer::resume`] the call for the last evaluation may be repeated. An error of `f`
     /// ends the training.
     #[must_use]
     pub fn after_best<F>(mut self, f: F) -> Self
     where
-        F: FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send + 'static,
+        F: FnMut(&mut Program, BestEvaluation, &Pipeline<In, Loss<MpmdArray>>) -> Result<()>
+            + Send
+            + 'static,
     {
         self.after_best = Some(Box::new(f));
         self

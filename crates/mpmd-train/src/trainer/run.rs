@@ -92,7 +92,8 @@ impl<'a> Run<'a> {
     }
 
     /// Evaluates the held-out data each time the number of updates is a multiple of `steps`, and at
-    /// the end.
+    /// the end. A run begins with such an evaluation if the earlier run, for instance stopped by a
+    /// signal, has left it out.
     pub fn evaluate_every(mut self, steps: u64) -> Self {
         self.evaluate_every = Some(steps.max(1));
         self
@@ -181,7 +182,7 @@ impl<'a> Run<'a> {
     /// Each save takes host memory for a copy of the process's regions. Before a save begins, the
     /// training waits for the reports of all steps so far, and for the previous save. So a model
     /// with values that are not finite replaces no good checkpoint. An evaluation after the same
-    /// step comes first, so the checkpoint contains it as the best one.
+    /// step comes first, also that at the end. So the checkpoint contains it if it is the best one.
     pub fn save_every(mut self, steps: u64) -> Self {
         self.save_every = Some(steps.max(1));
         self
@@ -268,15 +269,15 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             steps,
             evaluate_every,
         };
-        if std::mem::take(&mut self.is_resumed) {
+        let is_resumed = std::mem::take(&mut self.is_resumed);
+        if is_resumed {
             self.repeat_reports(p, &mut observer)?;
-            // A process may have died in this evaluation, or before this save.
-            if plan.is_evaluated_after(self.steps()) {
-                self.evaluate_held_out(p, data, &mut observer)?;
-            }
-            if observer.saves.is_due(self.steps()) {
-                self.begin_save_if_finite(p, &mut observer)?;
-            }
+        }
+        // A process may have died in this evaluation, or a signal may have cut it off.
+        self.evaluate_if_due(p, plan, data, &mut observer)?;
+        if is_resumed {
+            // A process may have died before this save.
+            self.save_if_due(p, plan, &mut VecDeque::new(), &mut observer)?;
         }
 
         self.train(p, plan, data, &mut observer)?;
@@ -426,7 +427,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         observer: &mut RunObserver<'_>,
     ) -> Result<()> {
         let mut pending: VecDeque<StepHandle> = VecDeque::new();
-        while self.steps() < plan.steps && observer.goes_on() && observer.share() < Some(1.0) {
+        while self.continues(plan, observer) {
             let microbatches = self.training(p, data)?;
             let rate = match observer.share() {
                 None => self.rate.at(self.steps() + 1),
@@ -456,29 +457,57 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             {
                 self.read(p, observer, step)?;
             }
-            if plan.is_evaluated_after(self.steps()) && observer.goes_on() {
-                self.evaluate_held_out(p, data, observer)?;
-            }
-            if observer.saves.is_due(self.steps()) {
-                // They show if the save before, which is complete then, has a model of use.
-                pending
-                    .drain(..)
-                    .try_for_each(|step| self.read(p, observer, step))?;
-                self.begin_save_if_finite(p, observer)?;
-            }
+            self.evaluate_if_due(p, plan, data, observer)?;
+            self.save_if_due(p, plan, &mut pending, observer)?;
         }
         pending
             .into_iter()
             .try_for_each(|step| self.read(p, observer, step))
     }
 
-    /// Begins to save the model after the last step, unless there are no checkpoints or it is saved
-    /// already. Fails if a trained parameter is not finite.
-    fn begin_save_if_finite(
+    /// Returns true if a step follows, by the reports that are read.
+    fn continues(&self, plan: StepPlan, observer: &RunObserver<'_>) -> bool {
+        self.steps() < plan.steps && observer.goes_on() && observer.share() < Some(1.0)
+    }
+
+    /// Evaluates the held-out data if that is due after the last step, unless the model is
+    /// evaluated already, or a function of the caller or a signal ends the training.
+    #[track_caller]
+    fn evaluate_if_due<D: Data<In> + ?Sized>(
         &mut self,
         p: &mut Program,
+        plan: StepPlan,
+        data: &D,
         observer: &mut RunObserver<'_>,
     ) -> Result<()> {
+        let step = self.steps();
+        let is_evaluated = self.best.is_some_and(|best| best.last == step);
+        if plan.is_evaluated_after(step) && !is_evaluated && observer.goes_on() {
+            self.evaluate_held_out(p, data, observer)?;
+        }
+        Ok(())
+    }
+
+    /// Reads the pending reports and begins to save the model, if a save is due after the last
+    /// step and a step follows. The save of a run's last step waits for the last evaluation. Fails
+    /// if a trained parameter is not finite.
+    fn save_if_due(
+        &mut self,
+        p: &mut Program,
+        plan: StepPlan,
+        pending: &mut VecDeque<StepHandle>,
+        observer: &mut RunObserver<'_>,
+    ) -> Result<()> {
+        if !observer.saves.is_due(self.steps()) {
+            return Ok(());
+        }
+        // They show if the save before, which is complete then, has a model of use.
+        pending
+            .drain(..)
+            .try_for_each(|step| self.read(p, observer, step))?;
+        if !self.continues(plan, observer) {
+            return Ok(());
+        }
         self.check_trained(p, observer)?;
         observer.saves.begin(p, self)
     }
@@ -584,7 +613,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         if before != Some(best.step)
             && let Some(mut after) = self.after_best.take()
         {
-            after(p, best.step, &self.pipeline)?;
+            after(p, best, &self.pipeline)?;
             self.after_best = Some(after);
         }
         Ok(())
@@ -652,7 +681,7 @@ impl StepPlan {
         let is_due = self
             .evaluate_every
             .is_some_and(|every| steps.is_multiple_of(every));
-        is_due && steps < self.steps
+        is_due && steps > 0 && steps < self.steps
     }
 }
 

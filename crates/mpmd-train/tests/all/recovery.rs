@@ -9,7 +9,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::{Commits, ProcessId, Simulation};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
-use mpmd_train::{Checkpoints, Rate, Run};
+use mpmd_train::{BestEvaluation, Checkpoints, Rate, Run};
 
 use crate::stages::{params, trainer, windows};
 
@@ -22,6 +22,7 @@ struct Found {
     first: u64,
     /// The bits of the loss of each step since then, and of those that a commit had.
     losses: BTreeMap<u64, u64>,
+    best: Option<BestEvaluation>,
     params: Vec<Option<Vec<f32>>>,
 }
 
@@ -46,6 +47,7 @@ fn train(p: &mut Program, commits: &Commits, folder: &Path) -> Result<Found> {
     Ok(Found {
         first,
         losses: losses.into_inner(),
+        best: trainer.best(),
         params: params(p, &trainer)?,
     })
 }
@@ -116,7 +118,8 @@ fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) -> (u64, u64) {
         (1..=STEPS).collect::<Vec<_>>()
     );
     let (first, repeated) = (found[0].first, *found[0].losses.keys().next().unwrap());
-    for Found { losses, .. } in &found {
+    for Found { losses, best, .. } in &found {
+        assert_eq!(*best, expected[0].best, "no evaluation counts twice");
         assert!(
             losses.iter().eq(all.range(repeated..)),
             "{losses:?}, {all:?}"

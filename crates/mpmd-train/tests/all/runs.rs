@@ -10,7 +10,7 @@ use mpmd_core::{ProcessId, Simulation};
 use mpmd_train::data::{Data, MicrobatchPlace};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
-use mpmd_train::{Checkpoints, Rate, Run, RunOutcome, Trainer};
+use mpmd_train::{BestEvaluation, Checkpoints, Rate, ReportAnswer, Run, RunOutcome, Trainer};
 use serde_json::Value;
 
 use crate::stages::{Embed, MICROBATCHES, params, pipeline_of, trainer, untimed, windows};
@@ -426,6 +426,93 @@ fn patience_and_best_checkpoint_survive_a_restart() {
     assert_eq!(to.steps().unwrap(), [2, 4]);
 }
 
+/// Creates a trainer whose loss falls, and restores the newest checkpoint.
+fn learning(p: &mut Program, to: &Checkpoints) -> Result<Trainer<MpmdArray>> {
+    let trainer = trainer(p, false, AdamW::default())?.rate(Rate::Constant(0.02));
+    let mut trainer = trainer.stop_on(&StopFlag::default());
+    trainer.restore(p, to)?;
+    Ok(trainer)
+}
+
+#[test]
+fn checkpoint_of_the_last_step_has_its_evaluation() {
+    type End = fn() -> Run<'static>;
+    let stop_early = || {
+        Run::steps(100).evaluate_every(50).on_step(|report| {
+            if report.step == 2 {
+                ReportAnswer::Stop
+            } else {
+                ReportAnswer::Continue
+            }
+        })
+    };
+    let ends: [(End, u64); 3] = [
+        (|| Run::steps(4).evaluate_every(2), 4),
+        (stop_early, 2),
+        (|| Run::steps(100).evaluate_every(50).seconds(1e-9), 2),
+    ];
+    for (end, last) in ends {
+        let folder = tempfile::tempdir().unwrap();
+        let to = Checkpoints::new(folder.path()).keep(1).keep_best();
+        let results = Simulation::new(2, 4).run(|p| {
+            let mut first = learning(p, &to)?;
+            let run = end().checkpoints(to.clone()).save_every(2).progress(false);
+            first.run(p, run, &windows())?;
+            Ok((first.best(), learning(p, &to)?.best()))
+        });
+        for result in results {
+            let (best, restored) = result.unwrap();
+            assert_eq!(best.map(|best| best.step), Some(last), "the loss falls");
+            assert_eq!(restored, best);
+        }
+        assert_eq!(to.steps().unwrap(), [last]);
+    }
+}
+
+/// Trains to step 8 from the newest checkpoint. A signal ends the training when held-out microbatch
+/// `at` is made. Returns the steps of its evaluations, and the best one.
+fn stopped_in_evaluation(to: &Checkpoints, at: usize) -> (Vec<u64>, Option<BestEvaluation>) {
+    let results = Simulation::new(2, 4).run(|p| {
+        let mut trainer = learning(p, to)?;
+        let stop = StopFlag::default();
+        trainer = trainer.stop_on(&stop);
+        let data = Stopping {
+            data: windows(),
+            at,
+            stop: Some(stop),
+        };
+        let evaluated = RefCell::new(Vec::new());
+        let run = Run::steps(8)
+            .evaluate_every(2)
+            .checkpoints(to.clone())
+            .save_every(2)
+            .progress(false)
+            .on_evaluation(|report| evaluated.borrow_mut().push(report.step));
+        trainer.run(p, run, &data)?;
+        Ok((evaluated.into_inner(), trainer.best()))
+    });
+    let mut all = results.into_iter().map(Result::unwrap);
+    let first = all.next().unwrap();
+    assert!(all.all(|other| other == first), "all processes alike");
+    first
+}
+
+#[test]
+fn evaluation_that_a_signal_cuts_off_is_repeated() {
+    let [first, second] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let without_break = Checkpoints::new(first.path());
+    let (evaluated, best) = stopped_in_evaluation(&without_break, usize::MAX);
+    assert_eq!(evaluated, [2, 4, 6, 8]);
+
+    let to = Checkpoints::new(second.path());
+    let (none, _) = stopped_in_evaluation(&to, 20);
+    assert_eq!((none, to.steps().unwrap()), (vec![], vec![2]));
+    assert_eq!(stopped_in_evaluation(&to, usize::MAX), (evaluated, best));
+    // A model that is evaluated already is evaluated once more at the end alone.
+    let (again, same) = stopped_in_evaluation(&to, usize::MAX);
+    assert_eq!((again, same), (vec![8], best));
+}
+
 #[test]
 fn best_models_are_given_to_the_caller() {
     let results = Simulation::new(2, 4).run(|p| {
@@ -434,8 +521,8 @@ fn best_models_are_given_to_the_caller() {
         let sink = given.clone();
         let mut trainer = trainer
             .stop_on(&StopFlag::default())
-            .after_best(move |_, step, _| {
-                sink.lock().unwrap().push(step);
+            .after_best(move |_, best, _| {
+                sink.lock().unwrap().push((best.step, best.loss));
                 Ok(())
             });
         let evaluated = RefCell::new(Vec::new());
@@ -454,12 +541,12 @@ fn best_models_are_given_to_the_caller() {
         for (step, loss) in evaluated {
             if loss < lowest {
                 lowest = loss;
-                expected.push(step);
+                expected.push((step, loss));
             }
         }
         assert!(expected.len() > 1, "the model learns: {expected:?}");
         assert_eq!(given, expected);
         let best = best.unwrap();
-        assert_eq!((Some(&best.step), best.loss), (expected.last(), lowest));
+        assert_eq!(expected.last(), Some(&(best.step, best.loss)));
     }
 }

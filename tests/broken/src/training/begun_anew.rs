@@ -19,7 +19,7 @@ pub(crate) fn run(p: &mut Program) -> Result<()> {
         let run = Run::steps(3)
             .checkpoints(checkpoints.clone())
             .progress(false);
-        trainer.run(p, run, &Same)?;
+        trainer.run(p, run, &Same::default())?;
     }
     Ok(())
 }

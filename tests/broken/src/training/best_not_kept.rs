@@ -23,7 +23,7 @@ pub(crate) fn run(p: &mut Program) -> Result<()> {
         .progress(false);
     // The loss stays the same, so the first evaluation is the best.
     let mut trainer = trainer(p, 0.0)?;
-    trainer.run(p, run, &Same)?;
+    trainer.run(p, run, &Same::default())?;
     if let Some(best) = trainer.best() {
         trainer.restore(p, &checkpoints.at(best.step))?;
     }

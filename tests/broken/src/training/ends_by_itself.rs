@@ -22,5 +22,5 @@ pub(crate) fn run(p: &mut Program) -> Result<()> {
             ReportAnswer::Continue
         }
     });
-    trainer.run(p, run, &Same).map(drop)
+    trainer.run(p, run, &Same::default()).map(drop)
 }

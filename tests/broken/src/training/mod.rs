@@ -11,13 +11,17 @@ use std::path::{Path, PathBuf};
 use mpmd::pipeline::{Microbatch, Pipeline, Schedule, loss_stage, stage};
 use mpmd::prelude::*;
 use mpmd::topology::Mesh;
-use mpmd::train::data::{Data, MicrobatchPlace};
+use mpmd::train::data::{Data, MicrobatchPlace, TextBytes};
 use mpmd::train::{AdamW, Rate, Trainer};
 use mpmd::tree::Empty;
 use mpmd::{ProcessId, Program};
 
 /// Data that are the same in every step.
-struct Same;
+#[derive(Default)]
+struct Same {
+    /// A text that the processes compare, of which the microbatches use nothing.
+    text: Option<TextBytes>,
+}
 
 impl Same {
     fn microbatch(p: &mut Program, meshes: &[Mesh]) -> Result<Microbatch<MpmdArray>> {
@@ -27,6 +31,10 @@ impl Same {
 }
 
 impl Data<MpmdArray> for Same {
+    fn compare(&self, p: &mut Program) -> Result<()> {
+        self.text.as_ref().map_or(Ok(()), |text| text.compare(p))
+    }
+
     fn training(
         &self,
         p: &mut Program,

@@ -14,5 +14,5 @@ use super::{Same, trainer};
 pub(crate) fn run(p: &mut Program) -> Result<()> {
     let mut trainer = trainer(p, 0.01)?;
     let run = Run::steps(3).save_every(1).progress(false);
-    trainer.run(p, run, &Same).map(drop)
+    trainer.run(p, run, &Same::default()).map(drop)
 }
