@@ -30,10 +30,10 @@ impl ChatArgs {
         let prompts = PromptEncoder::of(folder)?
             .parse_special(self.parse_special)
             .day(self.date);
-        let variables = self.template_arg.iter();
-        let named = |why| anyhow!("--template-arg {why}");
-        variables.fold(Ok(prompts), |prompts, (name, value)| {
-            prompts?.variable(name, value).map_err(named)
+        let mut variables = self.template_arg.iter();
+        variables.try_fold(prompts, |prompts, (name, value)| {
+            let prompts = prompts.variable(name, value);
+            prompts.map_err(|why| anyhow!("--template-arg {why}"))
         })
     }
 }

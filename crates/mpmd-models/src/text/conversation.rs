@@ -302,9 +302,7 @@ impl Content {
         }
 
         let mut content = Self::default();
-        let parts = value
-            .try_iter()
-            .map_err(|_| fault(path, expected, value))?;
+        let parts = value.try_iter().map_err(|_| fault(path, expected, value))?;
         for (at, part) in parts.enumerate() {
             content.add(&format!("{path}[{at}]"), &part)?;
         }
@@ -353,9 +351,7 @@ fn check_calls(path: &str, calls: &Value) -> Result<(), ConversationFault> {
     if calls.kind() != ValueKind::Seq {
         return Err(fault(path, expected, calls));
     }
-    let all = calls
-        .try_iter()
-        .map_err(|_| fault(path, expected, calls))?;
+    let all = calls.try_iter().map_err(|_| fault(path, expected, calls))?;
     for (at, call) in all.enumerate() {
         let function = call.get_attr("function").unwrap_or_default();
         let function = if function.is_undefined() {
@@ -519,9 +515,15 @@ mod tests {
     fn wrong_values_are_named() {
         for (messages, expected) in [
             ("[]", "messages: expected a list of messages, found []"),
-            ("[3]", "messages[0]: expected an object with role and content, found 3"),
+            (
+                "[3]",
+                "messages[0]: expected an object with role and content, found 3",
+            ),
             (r#"[{"content": "a"}]"#, "messages[0].role: expected a text"),
-            (r#"[{"role": 3}]"#, "messages[0].role: expected a text, found 3"),
+            (
+                r#"[{"role": 3}]"#,
+                "messages[0].role: expected a text, found 3",
+            ),
             (
                 r#"[{"role": "user", "content": {"a": 1}}]"#,
                 "messages[0].content: expected a text, or a list of objects",

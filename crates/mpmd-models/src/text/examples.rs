@@ -244,7 +244,8 @@ impl ExampleReader<'_> {
         let text = format!("{prompt}{completion}");
         let tokens = self.prompts.text_with_places(&text);
         let tokens = tokens.map_err(|why| self.wrong("a text", why))?;
-        let mut tokens = with_losses(tokens, &[prompt.len()..usize::MAX]);
+        let reply = prompt.len()..text.len();
+        let mut tokens = with_losses(tokens, std::slice::from_ref(&reply));
         // Some tokenizers add it themselves.
         tokens.pop_if(|(last, _)| *last == end);
         tokens.push((end, true));
@@ -293,8 +294,10 @@ impl ExampleReader<'_> {
         if !self.unread.is_empty() {
             let keys: Vec<&str> = self.unread.iter().map(String::as_str).collect();
             let (file, keys) = (self.file.display(), keys.join(", "));
-            tracing::warn!("{file}: no prompt has the keys {keys} of messages: the chat template \
-                            does not read them");
+            tracing::warn!(
+                "{file}: no prompt has the keys {keys} of messages: the chat template \
+                            does not read them"
+            );
         }
     }
 
@@ -311,11 +314,18 @@ impl ExampleReader<'_> {
         });
         let first = last.next();
         let ends_text = |reply: &Vec<u32>| reply.iter().any(|id| ends.contains(id));
-        if ends.is_empty() || first.as_ref().is_none_or(ends_text) || last.any(|one| ends_text(&one))
+        if ends.is_empty()
+            || first.as_ref().is_none_or(ends_text)
+            || last.any(|one| ends_text(&one))
         {
             return Ok(());
         }
-        let name = |id: &u32| self.prompts.tokenizer().id_to_token(*id).unwrap_or_default();
+        let name = |id: &u32| {
+            self.prompts
+                .tokenizer()
+                .id_to_token(*id)
+                .unwrap_or_default()
+        };
         let found: Vec<String> = first.iter().flatten().rev().map(name).collect();
         let expected: Vec<String> = ends.iter().map(name).collect();
         let file = self.file.display();
@@ -364,7 +374,5 @@ fn with_losses(tokens: Vec<(u32, Range<usize>)>, replies: &[Range<usize>]) -> Se
             .any(|reply| start < reply.end && reply.start < place.end)
     };
     let tokens = tokens.into_iter();
-    tokens
-        .map(|(id, place)| (id, is_reply(&place)))
-        .collect()
+    tokens.map(|(id, place)| (id, is_reply(&place))).collect()
 }

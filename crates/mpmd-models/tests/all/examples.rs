@@ -8,7 +8,7 @@ use std::path::Path;
 use mpmd::pipeline::Schedule;
 use mpmd::train::data::{Data as _, PackedSequences, Sequence};
 use mpmd::train::{Rate, Run};
-use mpmd_models::{Folder, Stages, read_examples, tokenizer, trainer};
+use mpmd_models::{Folder, PromptEncoder, Stages, read_examples, tokenizer, trainer};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -59,7 +59,9 @@ fn read(folder: &Path, lines: &[impl ToString], time: usize) -> Result<Vec<Seque
     let file = folder.join("data.jsonl");
     let lines: Vec<String> = lines.iter().map(ToString::to_string).collect();
     fs::write(&file, lines.join("\n")).unwrap();
-    let read = read_examples(&file, &Folder::open(folder).unwrap(), time);
+    let opened = Folder::open(folder).unwrap();
+    let prompts = PromptEncoder::of(&opened).unwrap();
+    let read = read_examples(&file, &opened, &prompts, time);
     let read = read.map(|lines| lines.concat());
     read.map_err(|error| {
         error

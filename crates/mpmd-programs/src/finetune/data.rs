@@ -116,14 +116,21 @@ impl TrainingFiles {
         p: &mut Program,
         file: &Path,
         source: &Folder,
-        time: usize,
+        args: &TrainArgs,
     ) -> Result<Vec<Vec<Sequence>>> {
         spread_examples(p, || {
-            let examples = read_examples(file, source, time)?;
+            let examples = examples_of(file, source, args)?;
             self.check_unchanged()?;
             Ok(examples)
         })
     }
+}
+
+/// Reads the examples of each line of a file.
+fn examples_of(file: &Path, source: &Folder, args: &TrainArgs) -> Result<Vec<Vec<Sequence>>> {
+    let prompts = args.chat.prompts(source);
+    let prompts = prompts.map_err(|why| mpmd::Error::Environment(format!("{why:#}")))?;
+    read_examples(file, source, &prompts, args.time)
 }
 
 /// Reads the tokens of texts, or of one file of tokens if `raw` has their type.
@@ -184,12 +191,12 @@ fn packed(
     args: &TrainArgs,
     inputs: &TrainingFiles,
 ) -> Result<PackedSequences> {
-    let lines = inputs.examples(p, file, source, args.time)?;
+    let lines = inputs.examples(p, file, source, args)?;
     let mut training = Vec::new();
     let mut held_out = Vec::new();
     if let Some(file) = &args.held_out {
         training.extend(lines.concat());
-        held_out.extend(inputs.examples(p, file, source, args.time)?.concat());
+        held_out.extend(inputs.examples(p, file, source, args)?.concat());
     } else {
         // All examples of a line are held out, or none: they may have the same messages.
         for (at, line) in lines.into_iter().enumerate() {
@@ -261,7 +268,7 @@ impl EvaluatedFile {
         };
         if is_of_examples(file) {
             let lines = spread_examples(p, || {
-                let examples = read_examples(file, source, args.time)?;
+                let examples = examples_of(file, source, args)?;
                 self.0.check().map(|()| examples)
             })?;
             let examples = lines.concat();

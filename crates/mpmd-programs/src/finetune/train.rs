@@ -20,6 +20,7 @@ use serde::Serialize;
 use super::best::{BestFolder, BestRecord};
 use super::data::{TrainingFiles, data, is_of_examples};
 use super::divided_model::DividedModel;
+use crate::chat::ChatArgs;
 use crate::division::DivisionArgs;
 use crate::inputs::compared;
 use crate::token_type::TokenTypeArg;
@@ -43,6 +44,8 @@ pub(crate) struct TrainArgs {
     /// --token-type without a header, or an array of NumPy of uint16 or uint32
     #[arg(long, value_name = "FILE", conflicts_with = "TEXT")]
     pub data: Option<PathBuf>,
+    #[command(flatten)]
+    pub chat: ChatArgs,
     /// Type of the numbers in .bin files of tokens, which are little-endian
     #[arg(long, value_name = "TYPE", default_value = "u16")]
     pub token_type: TokenTypeArg,

@@ -125,7 +125,7 @@ fn data_that_differ_are_named_with_both_paths() {
         &["--data: process 0 has hash ", &one, &other],
     );
     // A path of another host, and one that the host lacks: process 0 alone reads the data.
-    for second in [&same, "/absent"] {
+    for second in [&same, "/absent.jsonl"] {
         let ends = train(&one, second);
         assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
     }

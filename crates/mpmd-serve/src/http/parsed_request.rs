@@ -332,10 +332,12 @@ pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpF
         value.as_str()?.parse().ok()
     })?;
     let conversation = fields.conversation()?;
-    let mut roles = conversation.roles().enumerate();
-    match roles.find(|(_, role)| !ROLES.contains(role)) {
+    let mut roles = conversation.roles();
+    let unknown = roles.position(|role| !ROLES.contains(&role));
+    drop(roles);
+    match unknown {
         None => Ok(PromptSource::Chat { conversation, day }),
-        Some((at, _)) => {
+        Some(at) => {
             let why = format!("expected one of {ROLES:?}");
             Err(HttpFailure::field(format!("messages[{at}].role"), why))
         }

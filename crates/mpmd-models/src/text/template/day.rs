@@ -51,7 +51,8 @@ impl FromStr for Day {
         let day = NaiveDate::parse_from_str(text, FORM).ok();
         // Forms such as 26-1-2 are ambiguous.
         let day = day.filter(|day| day.format(FORM).to_string() == text);
-        day.map(Self).ok_or_else(|| InvalidDay(text.chars().take(40).collect()))
+        day.map(Self)
+            .ok_or_else(|| InvalidDay(text.chars().take(40).collect()))
     }
 }
 
@@ -86,7 +87,13 @@ mod tests {
 
     #[test]
     fn other_texts_are_no_days() {
-        for text in ["", "2024-7-4", "2024-02-30", "04.07.2024", "2024-07-04T00:00"] {
+        for text in [
+            "",
+            "2024-7-4",
+            "2024-02-30",
+            "04.07.2024",
+            "2024-07-04T00:00",
+        ] {
             assert!(text.parse::<Day>().is_err(), "{text}");
         }
     }

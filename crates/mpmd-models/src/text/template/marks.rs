@@ -117,7 +117,10 @@ impl AddedTokens {
             let first = text[start..].chars().next();
             start + first.map_or(0, char::len_utf8)
         };
-        let mut at: Vec<usize> = self.find(text).map(|(_, place)| second(place.start)).collect();
+        let mut at: Vec<usize> = self
+            .find(text)
+            .map(|(_, place)| second(place.start))
+            .collect();
 
         let trimmed = text.trim_end();
         let start = text.len() - text.trim_start().len();
@@ -167,7 +170,9 @@ pub(super) fn as_text(value: &Value, added: Option<&AddedTokens>) -> Value {
                 return value.clone();
             };
             let text = without_marks(text);
-            added.map_or_else(|| text.clone(), |added| added.quoted(&text)).into()
+            added
+                .map_or_else(|| text.clone(), |added| added.quoted(&text))
+                .into()
         }
         ValueKind::Seq => match value.try_iter() {
             Ok(values) => values.map(|value| as_text(&value, added)).collect(),
@@ -203,7 +208,9 @@ pub(super) fn presence_mark(number: usize) -> Option<char> {
 /// mark, since templates leave them out. `None` for blanks alone.
 pub(super) fn with_presence(text: &str, mark: char) -> Option<String> {
     const THOUGHTS_END: &str = "</think>";
-    let behind = text.rfind(THOUGHTS_END).map_or(0, |at| at + THOUGHTS_END.len());
+    let behind = text
+        .rfind(THOUGHTS_END)
+        .map_or(0, |at| at + THOUGHTS_END.len());
     let from = if text[behind..].trim().is_empty() {
         0
     } else {

@@ -1,9 +1,10 @@
 //! The chat template of a folder: a conversation as text.
 //!
-//! [`source`] finds the template, [`python`] has what templates take from Python, and [`marks`]
-//! tells where the parts of a text came from.
+//! [`source`] finds the template, [`python`] has what templates take from Python, [`growth`] bounds
+//! what they make, and [`marks`] tells where the parts of a text came from.
 
 mod day;
+mod growth;
 mod marks;
 mod prepared;
 mod python;
@@ -22,12 +23,12 @@ use crate::text::conversation::Conversation;
 pub use day::{Day, InvalidDay};
 pub(crate) use marks::{AddedTokens, RenderedText};
 use prepared::{ArgumentForm, PreparedConversation};
-use source::{FILES, KEY, SETTINGS};
 pub(crate) use source::special_tokens;
+use source::{FILES, KEY, SETTINGS};
 
-/// Stack of the thread that renders a template, in bytes. Values inside each other, which fuel
-/// limits, are dropped by recursion. Memory is only taken for what is used.
-const STACK: usize = 512 << 20;
+/// Stack of the thread that reads and renders a template, in bytes. Values inside each other, whose number is
+/// limited by fuel, are dropped by recursion. Memory is only taken for what is used.
+const STACK: usize = 2 << 30;
 
 /// The chat templates of a folder.
 pub(crate) struct Templates {
@@ -77,8 +78,8 @@ pub enum TemplateFault {
         role: String,
     },
     /// The template raised an error for the conversation.
-    #[error("the chat template: {}", detail(.0))]
-    Refused(#[from] JinjaError),
+    #[error("the chat template: {0}")]
+    Refused(String),
     /// The operating system gives no thread for the template.
     #[error("no thread for the chat template: {0}")]
     NoThread(std::io::Error),
@@ -108,7 +109,7 @@ impl Templates {
             let Some(source) = source::source(folder, name)? else {
                 return Ok(None);
             };
-            let failed = |why| unexpected(path, KEY, "a template", detail(&why));
+            let failed = |why| unexpected(path, KEY, "a template", why);
             Template::new(&source, special.clone())
                 .map(Some)
                 .map_err(failed)
@@ -162,7 +163,7 @@ impl Templates {
         settings: RenderSettings<'_>,
     ) -> Result<RenderedText, TemplateFault> {
         let template = self.template(conversation);
-        template.on_own_thread(|| {
+        with_large_stack(|| {
             let (prepared, text) = template.prepared(conversation, settings, true)?;
             template.check_complete(&prepared, &text, true)?;
             Ok(text)
@@ -187,7 +188,7 @@ impl Templates {
         settings: RenderSettings<'_>,
     ) -> Result<Vec<RenderedText>, TemplateFault> {
         let template = self.template(conversation);
-        template.on_own_thread(|| {
+        with_large_stack(|| {
             let (prepared, text) = template.prepared(conversation, settings, false)?;
             template.check_complete(&prepared, &text, false)?;
             template.texts(&prepared, from)
@@ -203,37 +204,41 @@ fn list(roles: &[String]) -> String {
     }
 }
 
-/// Returns the error of a template as one line.
-fn detail(error: &JinjaError) -> String {
-    match (error.kind(), error.detail()) {
-        (ErrorKind::InvalidOperation, Some(detail)) => detail.to_owned(),
-        _ => error.to_string(),
+impl From<JinjaError> for TemplateFault {
+    /// Keeps the text alone: the error has values of the template, which need a large stack.
+    fn from(error: JinjaError) -> Self {
+        Self::Refused(match (error.kind(), error.detail()) {
+            (ErrorKind::InvalidOperation, Some(detail)) => detail.to_owned(),
+            _ => error.to_string(),
+        })
     }
 }
 
+/// Calls `f` on a thread whose stack is large enough for all values that a template can make.
+fn with_large_stack<T: Send>(
+    f: impl FnOnce() -> Result<T, TemplateFault> + Send,
+) -> Result<T, TemplateFault> {
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().stack_size(STACK);
+        let thread = thread.spawn_scoped(scope, f);
+        let result = thread.map_err(TemplateFault::NoThread)?.join();
+        result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 impl Template {
-    fn new(source: &str, special: BTreeMap<String, String>) -> Result<Self, JinjaError> {
+    fn new(source: &str, special: BTreeMap<String, String>) -> Result<Self, TemplateFault> {
         let (source, marks_replies) = source::with_filters(source);
-        let mut environment = python::environment()?;
-        environment.add_template_owned(KEY, source.clone())?;
+        let environment = with_large_stack(|| {
+            let mut environment = python::environment()?;
+            environment.add_template_owned(KEY, growth::limited(&source))?;
+            Ok(environment)
+        })?;
         Ok(Self {
             environment,
             source,
             special,
             marks_replies,
-        })
-    }
-
-    /// Calls `f` on a thread whose stack is large enough for all values that a template can make.
-    fn on_own_thread<T: Send>(
-        &self,
-        f: impl FnOnce() -> Result<T, TemplateFault> + Send,
-    ) -> Result<T, TemplateFault> {
-        thread::scope(|scope| {
-            let thread = thread::Builder::new().stack_size(STACK);
-            let thread = thread.spawn_scoped(scope, f);
-            let result = thread.map_err(TemplateFault::NoThread)?.join();
-            result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
 
@@ -358,12 +363,13 @@ impl Template {
         }
 
         // Where the template itself says what a reply is, only that is one.
-        let mut replies: Vec<_> = match self.marks_replies {
-            true => whole.replies.iter().cloned().collect(),
-            false => vec![start..text.len()],
-        };
-        replies.retain(|reply| reply.end > start);
-        Ok(RenderedText { replies, ..whole })
+        let mut whole = whole;
+        if !self.marks_replies {
+            let reply = start..whole.text.len();
+            whole.replies = vec![reply];
+        }
+        whole.replies.retain(|reply| reply.end > start);
+        Ok(whole)
     }
 
     /// Returns the text of the first `end` messages of a conversation. If `asks`, it ends with the
@@ -388,7 +394,10 @@ impl Template {
         let messages = Value::from(prepared.messages[..end].to_vec());
         let tools = &prepared.tools;
         let given = context! { messages, tools, documents => (), add_generation_prompt => asks };
-        let day = (python::DAY.to_owned(), Value::from(prepared.day.to_string()));
+        let day = (
+            python::DAY.to_owned(),
+            Value::from(prepared.day.to_string()),
+        );
         let variables = prepared.variables.iter().cloned().chain([day]);
         let special = self.special.iter();
         let special = special.map(|(name, token)| (name.clone(), Value::from(&**token)));
@@ -421,6 +430,15 @@ mod tests {
         }
     }
 
+    /// Returns the text that a template makes, whether or not it has all messages.
+    fn text(source: &str, conversation: &Conversation) -> Result<String, TemplateFault> {
+        let template = Template::new(source, BTreeMap::new())?;
+        with_large_stack(|| {
+            let (_, text) = template.prepared(conversation, settings(), true)?;
+            Ok(text.text)
+        })
+    }
+
     /// Returns the prompt that a template makes.
     fn prompt(source: &str, conversation: &Conversation) -> Result<String, TemplateFault> {
         let template = Template::new(source, BTreeMap::new())?;
@@ -433,17 +451,216 @@ mod tests {
 
     #[test]
     fn templates_that_need_too_much_are_refused() {
+        let conversation = Conversation::of_user(&"a".repeat(1000));
         for source in [
             "{{ messages | tojson(indent=99999999999) }}",
             "{{ 'ab' * 99999999999999 }}",
+            "{{ 'ab' * 999999999 }}",
             "{{ [1, 2] * 99999999999999 }}",
             "{{ range(99999999999) | list }}",
             "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
             "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}\
+             {% endfor %}{{ n.x | length }}",
+            "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}\
+             {% endfor %}{{ n.x | length }}",
+            "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}\
+             {% endfor %}{{ n.x }}",
+            "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}\
+             {% endfor %}{{ n.x | tojson }}",
+            "{% set n = namespace(x=[1]) %}{% for i in range(300) %}{% set n.x = [n.x] %}\
+             {% endfor %}{{ n.x }}",
+            "{% set n = namespace() %}{% set n.x = n %}{{ n }}",
+            "{% set n = namespace() %}{% set n.x = n %}{{ n | tojson }}",
+            "{% set n = namespace() %}{% set n.x = n %}{{ n | string }}",
+            "{% set n = namespace() %}{% set n.x = [n] %}{{ n.x }}",
+            "{% set n = namespace() %}{% set n.x = n %}{{ n == n.x or n < n.x }}\
+             {{ raise_exception('no end') }}",
+            "{{ messages[0].content | replace('a', messages[0].content) | replace('a', \
+             messages[0].content) | replace('a', messages[0].content) }}",
+            "{{ messages[0].content | list | join(messages[0].content) | list | \
+             join(messages[0].content) | list | join(messages[0].content) }}",
+            "{{ messages[0].content.replace('a', messages[0].content).replace('a', \
+             messages[0].content).replace('a', messages[0].content) }}",
+            "{% set n = namespace(x=[1]) %}{% for i in range(99) %}\
+             {% set n.x = [n.x, n.x] | sum(start=[]) %}{% endfor %}{{ n.x | length }}",
+            "{{ ([1] * 999999999) | list | length }}",
+            "{{ [1] | batch(999999999, 1) | list }}",
+            "{{ [1] | slice(999999999) | list | length }}",
+            "{{ 'a' | indent(999999999, true) }}",
+            "{{ 'a' | center(999999999) }}",
+            "{{ 'a'.center(999999999) }}{{ 'a'.ljust(999999999) }}{{ 'a'.zfill(999999999) }}",
+            "{{ '%999999999d' | format(5) }}{{ '%999999999d' % 5 }}",
+            "{{ '{:999999999}'.format(5) }}",
+            "{{ strftime_now('%') }}",
         ] {
-            let found = prompt(source, &Conversation::of_user(""));
+            let found = text(source, &conversation);
             assert!(found.is_err(), "{source}");
         }
+    }
+
+    #[test]
+    fn values_inside_each_other_are_dropped() {
+        let open = ["[", "{'a': "];
+        let close = ["]", "}"];
+        for (open, close) in open.into_iter().zip(close) {
+            let value = format!("{}n.x{}", open.repeat(50), close.repeat(50));
+            let source = format!(
+                "{{% set n = namespace(x=[1]) %}}{{% for i in range(90000) %}}\
+                 {{% set n.x = {value} %}}{{% endfor %}}end"
+            );
+            let found = text(&source, &Conversation::of_user("a"));
+            assert!(found.unwrap_err().to_string().contains("fuel"));
+        }
+    }
+
+    #[test]
+    fn templates_find_what_python_has() {
+        let object = r#"{"messages": [{"role": "user", "content": "a b  c"}],
+            "chat_template_kwargs": {"one": 1.0, "small": 1e-7, "large": 1e22, "half": 0.5,
+            "list": [1, 2.0, null, true, "it's", {"a": "b\n"}]}}"#;
+        let conversation = Conversation::of_json(object.as_bytes()).unwrap();
+        for (source, expected) in [
+            ("{{ strftime_now('%d %b %Y') }}", "04 Jul 2024"),
+            (
+                "{{ one }} {{ half }} {{ small }} {{ large }} {{ 3 }}",
+                "1.0 0.5 1e-07 1e+22 3",
+            ),
+            (
+                "{{ list }}",
+                "[1, 2.0, None, True, \"it's\", {'a': 'b\\n'}]",
+            ),
+            ("{{ list | string | length }}", "42"),
+            (
+                "{{ 'text' is sequence }} {{ 'text' is iterable }}",
+                "True True",
+            ),
+            ("{{ none is iterable }} {{ 3 is sequence }}", "False False"),
+            ("{{ messages[0].content.split() }}", "['a', 'b', 'c']"),
+            ("{{ messages[0].content.rsplit(' ', 1) }}", "['a b ', 'c']"),
+            (
+                "{{ messages[0].content.partition(' ') }}",
+                "['a', ' ', 'b  c']",
+            ),
+            (
+                "{{ messages[0].content.rpartition('x') }}",
+                "['', '', 'a b  c']",
+            ),
+            (
+                "{{ 'ab'.removeprefix('a') }}{{ 'ab'.removesuffix('b') }}",
+                "ba",
+            ),
+            (
+                "{{ 'äb'.index('b') }}{{ messages[0].copy().role }}",
+                "1user",
+            ),
+        ] {
+            let found = text(source, &conversation).unwrap();
+            assert_eq!(found, expected, "{source}");
+        }
+    }
+
+    /// Reads a list of messages.
+    fn messages(list: &str) -> Conversation {
+        Conversation::of_json(format!("{{\"messages\": {list}}}").as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn messages_that_the_model_must_know_of_are_never_left_out() {
+        let system = "{% if messages[0].role == 'system' %}{{ messages[0].content }}|{% endif %}";
+        let user = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | trim }}{% endif %}\
+                    {% endfor %}";
+        let both = format!("{system}{user}");
+        let asked = r#"{"role": "user", "content": " Hey "}"#;
+        for (source, before, expected) in [
+            (&*both, r#"{"role": "system", "content": "S"}"#, Ok("S|Hey")),
+            (
+                &*both,
+                r#"{"role": "developer", "content": "S"}"#,
+                Ok("S|Hey"),
+            ),
+            (
+                &*both,
+                r#"{"role": "assistant", "content": "S"}"#,
+                Ok("Hey"),
+            ),
+            (&*both, r#"{"role": "system", "content": ""}"#, Ok("|Hey")),
+            (
+                user,
+                r#"{"role": "system", "content": "S"}"#,
+                Err("messages[0]"),
+            ),
+            // The same text is in another message.
+            (
+                user,
+                r#"{"role": "system", "content": "Hey"}"#,
+                Err("messages[0]"),
+            ),
+            (
+                user,
+                r#"{"role": "developer", "content": "S"}"#,
+                Err("messages[0]"),
+            ),
+            (
+                user,
+                r#"{"role": "narrator", "content": "S"}"#,
+                Err("messages[0]"),
+            ),
+            (
+                system,
+                r#"{"role": "system", "content": "S"}"#,
+                Err("messages[1]"),
+            ),
+            (
+                "{{ messages | tojson }}",
+                r#"{"role": "system", "content": "\"S\""}"#,
+                Ok("[{"),
+            ),
+        ] {
+            let found = prompt(source, &messages(&format!("[{before}, {asked}]")));
+            match (found, expected) {
+                (Ok(found), Ok(expected)) => assert!(found.starts_with(expected), "{found}"),
+                (Err(why), Err(expected)) => {
+                    let said = why.to_string();
+                    assert!(said.starts_with(expected), "{said}");
+                }
+                (found, _) => panic!("{source} {before}: {found:?}"),
+            }
+        }
+        // The result of a tool that the model waits for, and one that is answered.
+        let result = r#"{"role": "tool", "content": "3"}"#;
+        let lost = prompt(user, &messages(&format!("[{asked}, {result}]"))).unwrap_err();
+        assert!(lost.to_string().starts_with("messages[1]"), "{lost}");
+        assert_eq!(
+            prompt(user, &messages(&format!("[{result}, {asked}]"))).unwrap(),
+            "Hey"
+        );
+    }
+
+    #[test]
+    fn calls_have_the_form_that_templates_take() {
+        let call = r#"{"id": "1", "function": {"name": "f", "arguments": "{\"b\": 1, \"a\": 2}"}}"#;
+        let list = format!(
+            r#"[{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": null,
+            "tool_calls": [{call}]}}]"#
+        );
+        let asks = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\
+                    {% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{% endfor %}";
+        for (arguments, expected) in [
+            ("c.function.arguments | tojson", r#"uaa{"b": 1, "a": 2}"#),
+            ("c.function.arguments.b", "uaa1"),
+            // Templates that know texts alone, and that take both.
+            ("'x' + c.function.arguments", r#"uaax{"b": 1, "a": 2}"#),
+            (
+                "c.function.arguments if c.function.arguments is string else 'object'",
+                r#"uaa{"b": 1, "a": 2}"#,
+            ),
+        ] {
+            let source = asks.replace("ARGUMENTS", arguments);
+            assert_eq!(prompt(&source, &messages(&list)).unwrap(), expected);
+        }
+        let none = "{{ messages[0].content }}{{ messages[1].content is none }}";
+        assert_eq!(prompt(none, &messages(&list)).unwrap(), "aTrue");
     }
 
     #[test]

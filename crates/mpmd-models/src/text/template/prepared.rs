@@ -20,7 +20,9 @@ impl ArgumentForm {
     /// Returns arguments in this form.
     fn of(self, arguments: &Value) -> Value {
         match (self, arguments.as_str()) {
-            (Self::Text, None) => json_text(arguments).map_or_else(|_| arguments.clone(), Value::from),
+            (Self::Text, None) => {
+                json_text(arguments).map_or_else(|_| arguments.clone(), Value::from)
+            }
             (Self::Object, Some(text)) => {
                 let text = if text.trim().is_empty() { "{}" } else { text };
                 let object = read_json::<Value>(text.as_bytes()).ok();
@@ -144,11 +146,13 @@ struct TemplateHabits {
 
 impl TemplateHabits {
     fn of(source: &str) -> Self {
-        let asks_for_none = ["content", "content']", "content\"]"].iter().any(|content| {
-            let asks = ["is none", "is not none"];
-            asks.iter()
-                .any(|ask| source.contains(&format!("{content} {ask}")))
-        });
+        let asks_for_none = ["content", "content']", "content\"]"]
+            .iter()
+            .any(|content| {
+                let asks = ["is none", "is not none"];
+                asks.iter()
+                    .any(|ask| source.contains(&format!("{content} {ask}")))
+            });
         Self {
             knows_developer: source.contains("developer"),
             asks_for_none,

@@ -11,11 +11,12 @@ use serde::Serialize as _;
 use serde_json::ser::{Formatter, PrettyFormatter};
 
 use super::day::Day;
+use super::growth;
 use super::marks::REPLY;
 
 /// Limit on the work of a template: instructions, and 64 bytes of text that it makes count as one.
 /// An untrusted template may not end.
-const FUEL: u64 = 4_000_000;
+const FUEL: u64 = 2_000_000;
 /// Limit on the indent of JSON, in blanks, since the indent is built in memory.
 const WIDEST: usize = 64;
 /// Limit on lists and objects inside each other in a value that is printed.
@@ -35,6 +36,8 @@ pub(super) fn environment() -> Result<Environment<'static>, JinjaError> {
             .build()?,
     );
     environment.set_fuel(Some(FUEL));
+    environment.set_debug(false);
+    growth::limit(&mut environment);
     environment.set_unknown_method_callback(method);
     environment.set_formatter(|out, _, value| print(out, value));
 
@@ -43,7 +46,10 @@ pub(super) fn environment() -> Result<Environment<'static>, JinjaError> {
         !value.is_none() && value.try_iter().is_ok()
     });
     environment.add_test("sequence", |value: &Value| {
-        matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map)
+        matches!(
+            value.kind(),
+            ValueKind::Seq | ValueKind::String | ValueKind::Map
+        )
     });
     environment.add_filter("tojson", to_json);
     environment.add_filter("string", |value: &Value| text_of(value));
@@ -76,6 +82,7 @@ fn method(
     name: &str,
     args: &[Value],
 ) -> Result<Value, JinjaError> {
+    let texts = |parts: Vec<&str>| -> Value { parts.into_iter().map(str::to_owned).collect() };
     match (name, value.as_str(), args) {
         ("removeprefix", Some(text), [affix]) => {
             let affix = affix.as_str().unwrap_or_default();
@@ -86,26 +93,33 @@ fn method(
             Ok(text.strip_suffix(affix).unwrap_or(text).into())
         }
         ("partition", Some(text), [mark]) => {
-            let found = text.split_once(mark.as_str().unwrap_or_default());
-            let parts = found.map(|(before, after)| [before, mark.as_str().unwrap_or(""), after]);
-            Ok(Value::from(parts.unwrap_or([text, "", ""]).to_vec()))
+            let mark = mark.as_str().unwrap_or_default();
+            let found = text.split_once(mark);
+            let parts = found.map(|(before, after)| vec![before, mark, after]);
+            Ok(texts(parts.unwrap_or_else(|| vec![text, "", ""])))
         }
         ("rpartition", Some(text), [mark]) => {
-            let found = text.rsplit_once(mark.as_str().unwrap_or_default());
-            let parts = found.map(|(before, after)| [before, mark.as_str().unwrap_or(""), after]);
-            Ok(Value::from(parts.unwrap_or(["", "", text]).to_vec()))
+            let mark = mark.as_str().unwrap_or_default();
+            let found = text.rsplit_once(mark);
+            let parts = found.map(|(before, after)| vec![before, mark, after]);
+            Ok(texts(parts.unwrap_or_else(|| vec!["", "", text])))
         }
         ("rsplit", Some(text), [mark, rest @ ..]) => {
-            let most = rest.first().and_then(|most| usize::try_from(most.clone()).ok());
-            let most = most.unwrap_or(usize::MAX);
-            let parts = text.rsplitn(most.saturating_add(1), mark.as_str().unwrap_or_default());
-            let mut parts: Vec<&str> = parts.collect();
+            let most = rest
+                .first()
+                .and_then(|most| usize::try_from(most.clone()).ok());
+            let most = most.unwrap_or(usize::MAX).saturating_add(1);
+            let mut parts: Vec<&str> = text
+                .rsplitn(most, mark.as_str().unwrap_or_default())
+                .collect();
             parts.reverse();
-            Ok(Value::from(parts))
+            Ok(texts(parts))
         }
         ("index", Some(text), [part]) => {
             let part = part.as_str().unwrap_or_default();
-            let at = text.find(part).ok_or_else(|| invalid("substring not found"))?;
+            let at = text
+                .find(part)
+                .ok_or_else(|| invalid("substring not found"))?;
             Ok(text[..at].chars().count().into())
         }
         ("copy", None, []) => Ok(value.clone()),
@@ -179,7 +193,11 @@ fn write_value(to: &mut String, value: &Value, depth: usize) -> Result<(), Jinja
 fn float(number: f64) -> String {
     if !number.is_finite() {
         let text = if number.is_nan() { "nan" } else { "inf" };
-        return if number < 0.0 { format!("-{text}") } else { text.to_owned() };
+        return if number < 0.0 {
+            format!("-{text}")
+        } else {
+            text.to_owned()
+        };
     }
     let shortest = format!("{number:e}");
     let (digits, exponent) = shortest.split_once('e').unwrap_or((&shortest, "0"));
@@ -259,7 +277,10 @@ pub(super) fn too_long() -> JinjaError {
 
 /// Returns a value as JSON in one line.
 pub(super) fn json_text(value: &Value) -> Result<String, JinjaError> {
-    to_json(value.clone(), std::iter::empty::<(String, Value)>().collect())
+    to_json(
+        value.clone(),
+        std::iter::empty::<(String, Value)>().collect(),
+    )
 }
 
 /// Returns a value as JSON, as Python's module `json` writes it.
