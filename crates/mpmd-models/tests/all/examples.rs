@@ -207,6 +207,94 @@ fn replies_are_found_where_templates_differ() {
 }
 
 #[test]
+fn replies_that_must_not_be_learnt_have_no_loss() {
+    let turn = |role: &str, text: &str| json!({ "role": role, "content": text });
+    let with = |mut turn: Value, key: &str, value: Value| {
+        turn[key] = value;
+        turn
+    };
+    let turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\
+                 {% if add_generation_prompt %}<assistant>{% endif %}";
+    let marked = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}\
+                  {% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}\
+                  {% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+    let question = turn("user", "a kernel");
+    let (wrong, right) = (turn("assistant", "Wrong."), turn("assistant", "Right."));
+    for template in [turns, marked] {
+        for (first, second, expected) in [
+            (wrong.clone(), right.clone(), Some("Wrong.Right.")),
+            (
+                with(wrong.clone(), "weight", json!(0)),
+                right.clone(),
+                Some("Right."),
+            ),
+            (
+                with(wrong.clone(), "weight", json!(0.0)),
+                with(right.clone(), "weight", json!(1)),
+                Some("Right."),
+            ),
+            (
+                with(wrong.clone(), "train", json!(false)),
+                right.clone(),
+                Some("Right."),
+            ),
+            (
+                wrong.clone(),
+                with(right.clone(), "train", json!(false)),
+                Some("Wrong."),
+            ),
+            (
+                with(wrong.clone(), "weight", json!(0)),
+                with(right.clone(), "train", json!(false)),
+                None,
+            ),
+        ] {
+            let line = json!({ "messages": [question, first, question, second] });
+            match (replies(template, &line), expected) {
+                (Ok(found), Some(expected)) => assert_eq!(found, expected, "{template}"),
+                (Err(said), None) => {
+                    let expected = "data.jsonl: line 1: expected a conversation for the chat \
+                                    template, found a reply with a loss, but each one has weight \
+                                    0 or train false";
+                    assert_eq!(said, expected);
+                }
+                (found, _) => panic!("{line}: {found:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn empty_replies_and_thoughts_are_read() {
+    let turns = "{% for m in messages %}<{{ m.role }}>{% if m.thinking %}({{ m.thinking }})\
+                 {% endif %}{{ m.content }}|{% endfor %}\
+                 {% if add_generation_prompt %}<assistant>{% endif %}";
+    let question = json!({ "role": "user", "content": "a kernel" });
+    for (reply, expected) in [
+        (json!({ "role": "assistant", "content": null }), "|"),
+        (json!({ "role": "assistant" }), "|"),
+        (
+            json!({ "role": "assistant", "content": "b", "reasoning_content": "hm" }),
+            "(hm)b|",
+        ),
+        (
+            json!({ "role": "assistant", "content": [{ "type": "text", "text": "b" }] }),
+            "b|",
+        ),
+    ] {
+        let line = json!({ "messages": [question, reply] });
+        assert_eq!(replies(turns, &line).as_deref(), Ok(expected), "{line}");
+    }
+    let lost = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}\
+                {% endfor %}";
+    let system = json!({ "role": "system", "content": "Say BANANA." });
+    let reply = json!({ "role": "assistant", "content": "b" });
+    let said = replies(lost, &json!({ "messages": [system, question, reply] })).unwrap_err();
+    let expected = "found messages[0]: the chat template leaves out messages of the role system";
+    assert!(said.contains(expected), "{said}");
+}
+
+#[test]
 fn packed_completions_train_as_torch_does() {
     let expected = expected();
     let examples: Vec<Sequence> = expected
@@ -344,15 +432,12 @@ fn wrong_lines_are_refused_by_number() {
     );
     let wrong_lists = [
         r#"{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}"#,
-        r#"{"messages": {"role": "assistant", "content": "b"}}"#,
-        r#"{"messages": [{"role": "assistant", "content": null}]}"#,
         r#"["a", "b", null, null]"#,
     ];
     for line in wrong_lists.into_iter().chain([
         "{\"prompt\": \"a\"}",
         "{}",
         "[1]",
-        "{\"messages\": 3}",
         "{\"prompt\": \"a\",",
         "\"a\"",
     ]) {
@@ -361,6 +446,33 @@ fn wrong_lines_are_refused_by_number() {
             said.starts_with("data.jsonl: line 3: expected an object with `messages`"),
             "{said}"
         );
+    }
+    let good = r#"{"role": "user", "content": "a"}"#;
+    for (line, expected) in [
+        (
+            r#"{"messages": {"role": "assistant", "content": "b"}}"#.to_owned(),
+            "messages: expected a list of messages, found {",
+        ),
+        (
+            r#"{"messages": 3}"#.to_owned(),
+            "messages: expected a list of messages, found 3",
+        ),
+        (
+            format!(r#"{{"messages": [{good}, {{"role": "assistant", "content": 3}}]}}"#),
+            "messages[1].content: expected a text, or a list of objects with type \"text\" and text",
+        ),
+        (
+            format!(r#"{{"prompt": [{good}], "completion": [{good}, {{"content": "a"}}]}}"#),
+            "completion[1].role: expected a text, found {",
+        ),
+        (
+            format!(r#"{{"messages": [{good}], "chat_template_kwargs": {{"tools": 1}}}}"#),
+            "chat_template_kwargs.tools: expected another name",
+        ),
+    ] {
+        let said = behind(&line);
+        let expected = format!("data.jsonl: line 3: {expected}");
+        assert!(said.starts_with(&expected), "{said}");
     }
     // A key of an object within the line, too.
     for (line, key, column) in [

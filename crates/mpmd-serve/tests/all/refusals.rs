@@ -179,17 +179,17 @@ fn fields_of_chats_that_are_wrong_are_named() {
         (
             "messages",
             "messages[0].content",
-            message("user", Value::Null),
+            message("user", json!(true)),
         ),
         ("messages", "messages[0].content", message("user", json!(7))),
         (
             "messages",
-            "messages[0].content",
+            "messages[0].content[0]",
             message("user", json!([{ "type": "image_url" }])),
         ),
         (
             "messages",
-            "messages[0].content",
+            "messages[0].content[0]",
             message("user", json!([{ "text": "Hi" }])),
         ),
         (
@@ -204,9 +204,21 @@ fn fields_of_chats_that_are_wrong_are_named() {
         ),
         (
             "messages",
-            "messages[0].tool_calls",
+            "messages[0].tool_calls[0]",
             json!([{ "role": "assistant", "content": "", "tool_calls": [1] }]),
         ),
+        (
+            "messages",
+            "messages[0].audio",
+            json!([{ "role": "user", "content": "", "audio": { "id": "1" } }]),
+        ),
+        ("date", "date", json!("2024-7-4")),
+        (
+            "chat_template_kwargs",
+            "chat_template_kwargs.messages",
+            json!({ "messages": [] }),
+        ),
+        ("chat_template_kwargs", "chat_template_kwargs", json!([1])),
         (
             "messages",
             "messages[0].name",

@@ -60,10 +60,16 @@ fn too_long() -> JinjaError {
 }
 
 /// Returns a template with filters at the operands of `+` and `*`.
+///
+/// A line end behind the tag `raw` is kept, as Python's engine keeps it.
 pub(super) fn limited(source: &str) -> String {
     let mut insertions: Vec<(usize, &str)> = Vec::new();
     for tag in tags(source) {
-        insertions.extend(insertions_of(source, tag));
+        match tag {
+            Tag::Expressions(place) => insertions.extend(insertions_of(source, place)),
+            Tag::Raw { end } if source[..end].ends_with(['-', '+']) => {}
+            Tag::Raw { end } => insertions.push((end, "+")),
+        }
     }
     insertions.sort_by_key(|(at, _)| *at);
 
@@ -77,9 +83,16 @@ pub(super) fn limited(source: &str) -> String {
     text + &source[done..]
 }
 
-/// Returns the places of the tags of a template that have expressions, without comments and raw
-/// text.
-fn tags(source: &str) -> Vec<Range<usize>> {
+/// A tag of a template.
+enum Tag {
+    /// A tag that may have expressions, and the place of its content.
+    Expressions(Range<usize>),
+    /// The tag before raw text. Its content ends at `end`.
+    Raw { end: usize },
+}
+
+/// Returns the tags of a template, without comments and raw text.
+fn tags(source: &str) -> Vec<Tag> {
     let mut tags = Vec::new();
     let mut at = 0;
     let mut is_raw = false;
@@ -91,9 +104,12 @@ fn tags(source: &str) -> Vec<Range<usize>> {
             let end = end_of_tag(source, start + 2);
             let name = source[start + 2..end].trim_matches(['-', '+', ' ', '\n', '\t']);
             match name {
-                "raw" => is_raw = true,
+                "raw" if !is_raw => {
+                    is_raw = true;
+                    tags.push(Tag::Raw { end });
+                }
                 "endraw" => is_raw = false,
-                _ if !is_raw => tags.push(start + 2..end),
+                _ if !is_raw => tags.push(Tag::Expressions(start + 2..end)),
                 _ => {}
             }
             Some(end)
@@ -291,7 +307,7 @@ mod tests {
             ("{{ x if +y else +z }}", "{{ x if +y else +z }}"),
             (
                 "{% raw %}{{ a + b }}{% endraw %}{{ a + b }}",
-                "{% raw %}{{ a + b }}{% endraw %}{{ a|A + b|A }}",
+                "{% raw +%}{{ a + b }}{% endraw %}{{ a|A + b|A }}",
             ),
             (
                 "{% for i in (a + b)[1:] + c %}",

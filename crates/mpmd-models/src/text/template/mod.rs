@@ -22,7 +22,7 @@ use crate::text::conversation::Conversation;
 
 pub use day::{Day, InvalidDay};
 pub(crate) use marks::{AddedTokens, RenderedText};
-use prepared::{ArgumentForm, PreparedConversation};
+use prepared::{CallForm, PreparedConversation};
 pub(crate) use source::special_tokens;
 use source::{FILES, KEY, SETTINGS};
 
@@ -254,13 +254,15 @@ impl Template {
             let text = self.render(&prepared, prepared.messages.len(), asks)?;
             Ok((prepared, text))
         };
-        // Some templates join the arguments of a call as a text.
-        let result: Result<_, JinjaError> = with(ArgumentForm::Object);
-        let result = match result {
-            Err(why) if conversation.has_calls() => with(ArgumentForm::Text).map_err(|_| why),
-            result => result,
-        };
-        Ok(result?)
+        let mut forms = CallForm::ALL.into_iter().map(with);
+        let first: Result<_, JinjaError> = forms.next().expect("there are forms");
+        match first {
+            Err(_) if conversation.has_calls() => {
+                let later = forms.find_map(Result::ok);
+                Ok(later.map_or(first, Ok)?)
+            }
+            first => Ok(first?),
+        }
     }
 
     /// Returns an error if the text of a conversation lacks a message that the model must know of:

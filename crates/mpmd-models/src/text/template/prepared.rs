@@ -9,21 +9,36 @@ use super::python::json_text;
 use super::{Day, RenderSettings};
 use crate::text::conversation::{Conversation, Message, pairs};
 
-/// Form of the arguments of a call, which requests have as JSON in a text.
+/// Form of a message that calls tools. Templates differ in what they take.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum ArgumentForm {
-    Object,
-    Text,
+pub(super) struct CallForm {
+    /// True for arguments as an object, false for JSON in a text, as requests have it.
+    pub(super) has_objects: bool,
+    /// True if the content may be none where it is empty.
+    pub(super) may_be_none: bool,
 }
 
-impl ArgumentForm {
+impl CallForm {
+    /// The forms in the order in which they are tried.
+    pub(super) const ALL: [Self; 4] = [
+        Self::of(true, true),
+        Self::of(true, false),
+        Self::of(false, true),
+        Self::of(false, false),
+    ];
+
+    const fn of(has_objects: bool, may_be_none: bool) -> Self {
+        Self {
+            has_objects,
+            may_be_none,
+        }
+    }
+
     /// Returns arguments in this form.
-    fn of(self, arguments: &Value) -> Value {
-        match (self, arguments.as_str()) {
-            (Self::Text, None) => {
-                json_text(arguments).map_or_else(|_| arguments.clone(), Value::from)
-            }
-            (Self::Object, Some(text)) => {
+    fn arguments(self, arguments: &Value) -> Value {
+        match (self.has_objects, arguments.as_str()) {
+            (false, None) => json_text(arguments).map_or_else(|_| arguments.clone(), Value::from),
+            (true, Some(text)) => {
                 let text = if text.trim().is_empty() { "{}" } else { text };
                 let object = read_json::<Value>(text.as_bytes()).ok();
                 let object = object.filter(|object| object.kind() == ValueKind::Map);
@@ -63,7 +78,7 @@ impl PreparedConversation {
         conversation: &Conversation,
         source: &str,
         settings: RenderSettings<'_>,
-        form: ArgumentForm,
+        form: CallForm,
     ) -> Self {
         let habits = TemplateHabits::of(source);
         let text = |value: &Value| as_text(value, settings.quoted);
@@ -146,13 +161,12 @@ struct TemplateHabits {
 
 impl TemplateHabits {
     fn of(source: &str) -> Self {
-        let asks_for_none = ["content", "content']", "content\"]"]
-            .iter()
-            .any(|content| {
-                let asks = ["is none", "is not none"];
-                asks.iter()
-                    .any(|ask| source.contains(&format!("{content} {ask}")))
-            });
+        let asks_for_none = source.match_indices("content").any(|(at, name)| {
+            let is_name = |char: char| char.is_alphanumeric() || char == '_';
+            let behind = source[at + name.len()..].trim_start_matches(['\'', '"', ']']);
+            let asks = behind.starts_with(" is none") || behind.starts_with(" is not none");
+            asks && !source[..at].ends_with(is_name)
+        });
         Self {
             knows_developer: source.contains("developer"),
             asks_for_none,
@@ -161,16 +175,15 @@ impl TemplateHabits {
     }
 
     /// Returns a message as the template takes it.
-    fn message(&self, message: &Message, form: ArgumentForm) -> Value {
+    fn message(&self, message: &Message, form: CallForm) -> Value {
         let has_calls = message.get("tool_calls").is_some();
+        let may_be_none = has_calls && self.asks_for_none && form.may_be_none;
         let pairs = message.values.iter().map(|(key, value)| {
             let value = match &**key {
                 "role" if message.role == "developer" && !self.knows_developer => "system".into(),
-                "content" if has_calls && self.asks_for_none && message.content().is_empty() => {
-                    Value::from(())
-                }
+                "content" if may_be_none && message.content().is_empty() => Value::from(()),
                 "tool_calls" if !self.takes_texts => {
-                    with_calls(value, &|arguments| form.of(arguments))
+                    with_calls(value, &|arguments| form.arguments(arguments))
                 }
                 _ => value.clone(),
             };
