@@ -553,4 +553,45 @@ mod tests {
             assert!(said.starts_with(expected), "{messages}: {said}");
         }
     }
+
+    #[test]
+    fn fuzz_conversations() {
+        let samples = [
+            r#"{"messages": [{"role": "system", "content": "S"}, {"role": "user", "name": "me",
+                "content": [{"type": "text", "text": "Hi", "cache_control": null}, "b"]}],
+                "chat_template_kwargs": {"enable_thinking": false}}"#,
+            r#"{"messages": [{"role": "assistant", "content": null, "reasoning_content": "hm",
+                "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+                "weight": 0, "refusal": ""}, {"role": "tool", "tool_call_id": "1",
+                "content": "3"}]}"#,
+            r#"{"messages": [{"role": "assistant", "content": [{"type": "thinking",
+                "thinking": [{"type": "text", "text": "hm"}]}], "train": true, "x": {"y": []}}]}"#,
+        ];
+        let samples = samples.map(|sample| sample.as_bytes().to_vec());
+        assert!(
+            samples
+                .iter()
+                .all(|sample| Conversation::of_json(sample).is_ok())
+        );
+        mpmd_fuzz::bytes("conversations", &samples, |object| {
+            let Ok(conversation) = Conversation::of_json(object) else {
+                return;
+            };
+            assert!(!conversation.messages.is_empty());
+            for message in &conversation.messages {
+                assert!(!message.role.is_empty() && message.get("role").is_some());
+                assert!(
+                    message
+                        .get("content")
+                        .is_some_and(|text| text.as_str().is_some())
+                );
+                let known = |key: &String| {
+                    message
+                        .get(key)
+                        .is_some_and(|value| !asks_for_nothing(&json(value)))
+                };
+                assert!(message.unknown.iter().all(known), "{message:?}");
+            }
+        });
+    }
 }

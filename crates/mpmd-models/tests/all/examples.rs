@@ -447,7 +447,7 @@ fn wrong_lines_are_refused_by_number() {
             "{said}"
         );
     }
-    let good = r#"{"role": "user", "content": "a"}"#;
+    let turn = r#"{"role": "user", "content": "a"}"#;
     for (line, expected) in [
         (
             r#"{"messages": {"role": "assistant", "content": "b"}}"#.to_owned(),
@@ -458,15 +458,15 @@ fn wrong_lines_are_refused_by_number() {
             "messages: expected a list of messages, found 3",
         ),
         (
-            format!(r#"{{"messages": [{good}, {{"role": "assistant", "content": 3}}]}}"#),
+            format!(r#"{{"messages": [{turn}, {{"role": "assistant", "content": 3}}]}}"#),
             "messages[1].content: expected a text, or a list of objects with type \"text\" and text",
         ),
         (
-            format!(r#"{{"prompt": [{good}], "completion": [{good}, {{"content": "a"}}]}}"#),
+            format!(r#"{{"prompt": [{turn}], "completion": [{turn}, {{"content": "a"}}]}}"#),
             "completion[1].role: expected a text, found {",
         ),
         (
-            format!(r#"{{"messages": [{good}], "chat_template_kwargs": {{"tools": 1}}}}"#),
+            format!(r#"{{"messages": [{turn}], "chat_template_kwargs": {{"tools": 1}}}}"#),
             "chat_template_kwargs.tools: expected another name",
         ),
     ] {

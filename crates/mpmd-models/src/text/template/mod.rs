@@ -28,7 +28,7 @@ use source::{FILES, KEY, SETTINGS};
 
 /// Stack of the thread that reads and renders a template, in bytes. Values inside each other, whose number is
 /// limited by fuel, are dropped by recursion. Memory is only taken for what is used.
-const STACK: usize = 2 << 30;
+const STACK: usize = 1 << 30;
 
 /// The chat templates of a folder.
 pub(crate) struct Templates {

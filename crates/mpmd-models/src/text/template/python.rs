@@ -16,7 +16,7 @@ use super::marks::REPLY;
 
 /// Limit on the work of a template: instructions, and 64 bytes of text that it makes count as one.
 /// An untrusted template may not end.
-const FUEL: u64 = 2_000_000;
+const FUEL: u64 = 1_000_000;
 /// Limit on the indent of JSON, in blanks, since the indent is built in memory.
 const WIDEST: usize = 64;
 /// Limit on lists and objects inside each other in a value that is printed.
