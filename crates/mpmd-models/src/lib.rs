@@ -64,6 +64,7 @@ pub use stages::publish::WeightPublisher;
 pub use stages::score;
 pub use stages::trainer::{TrainerSettings, evaluator, trainer};
 pub use text::examples::{read_examples, spread_examples};
+pub use text::neutral::asks_for_nothing;
 pub use text::stream::TextStream;
 pub use text::template::{ChatMessage, Templates};
 pub use text::token_file::TokenType;
