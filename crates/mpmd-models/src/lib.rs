@@ -67,5 +67,6 @@ pub use text::examples::{read_examples, spread_examples};
 pub use text::neutral::asks_for_nothing;
 pub use text::stream::TextStream;
 pub use text::template::{ChatMessage, Templates};
+pub use text::token_bytes::TokenBytes;
 pub use text::token_file::TokenType;
 pub use text::tokens::{Tokens, check_rows, encode_prompt, has_more_tokens, spread, tokenizer};
