@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use mpmd::{Error, Result as CoreResult};
 use mpmd_models::{
-    ChatMessage, Folder, Sampling, Templates, encode_prompt, has_more_tokens, tokenizer,
+    ChatMessage, Folder, Sampling, Templates, TokenBytes, encode_prompt, has_more_tokens, tokenizer,
 };
 use tokenizers::Tokenizer;
 
@@ -24,6 +24,8 @@ pub struct Model {
     /// The tokens that end a text.
     pub(crate) ends: Vec<u32>,
     pub(crate) tokenizer: Arc<Tokenizer>,
+    /// The most bytes that a token stands for, if there is a bound.
+    token_bytes: Option<TokenBytes>,
     /// The chat templates, or the reason why there are none.
     templates: Result<Templates, Arc<Error>>,
     /// The default settings of requests for choosing tokens.
@@ -51,12 +53,14 @@ impl Model {
                 .to_string_lossy()
                 .into()
         };
+        let tokenizer = tokenizer(folder)?;
         Ok(Self {
             name: name.unwrap_or_else(own_name),
             positions,
             vocab: folder.config().vocab_size,
             ends: folder.end_tokens()?,
-            tokenizer: Arc::new(tokenizer(folder)?),
+            token_bytes: TokenBytes::of(&tokenizer),
+            tokenizer: Arc::new(tokenizer),
             templates: Templates::of(folder).map_err(Arc::new),
             sampling,
             created: unix_seconds(),
@@ -69,11 +73,17 @@ impl Model {
         encode_prompt(&self.tokenizer, text, special)
     }
 
-    /// True if a long text has more than `most` tokens. Always false for short texts, whose tokens
-    /// are cheap to compute.
+    /// True if a long text has more than `most` tokens. Looks at its length first, which costs
+    /// nothing. Always false for short texts, whose tokens are cheap to compute.
     pub(crate) fn is_beyond(&self, text: &str, most: usize) -> CoreResult<bool> {
         if text.len() <= LONG_TEXT {
             return Ok(false);
+        }
+        if self
+            .token_bytes
+            .is_some_and(|bytes| bytes.fewest_tokens(text) > most)
+        {
+            return Ok(true);
         }
         has_more_tokens(&self.tokenizer, text, most)
     }
