@@ -66,5 +66,6 @@ pub use stages::trainer::{TrainerSettings, evaluator, trainer};
 pub use text::examples::{read_examples, spread_examples};
 pub use text::stream::TextStream;
 pub use text::template::{ChatMessage, Templates};
+pub use text::token_decoder::TokenDecoder;
 pub use text::token_file::TokenType;
 pub use text::tokens::{Tokens, check_rows, encode_prompt, has_more_tokens, spread, tokenizer};

@@ -5,7 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use mpmd::{Error, Result as CoreResult};
 use mpmd_models::{
-    ChatMessage, Folder, Sampling, Templates, encode_prompt, has_more_tokens, tokenizer,
+    ChatMessage, Folder, Sampling, Templates, TokenDecoder, encode_prompt, has_more_tokens,
+    tokenizer,
 };
 use tokenizers::Tokenizer;
 
@@ -23,7 +24,9 @@ pub struct Model {
     pub(crate) vocab: usize,
     /// The tokens that end a text.
     pub(crate) ends: Vec<u32>,
-    pub(crate) tokenizer: Arc<Tokenizer>,
+    tokenizer: Arc<Tokenizer>,
+    /// The decoder of `tokenizer`.
+    pub(crate) decoder: Arc<TokenDecoder>,
     /// The chat templates, or the reason why there are none.
     templates: Result<Templates, Arc<Error>>,
     /// The default settings of requests for choosing tokens.
@@ -51,12 +54,14 @@ impl Model {
                 .to_string_lossy()
                 .into()
         };
+        let tokenizer = Arc::new(tokenizer(folder)?);
         Ok(Self {
             name: name.unwrap_or_else(own_name),
             positions,
             vocab: folder.config().vocab_size,
             ends: folder.end_tokens()?,
-            tokenizer: Arc::new(tokenizer(folder)?),
+            decoder: Arc::new(TokenDecoder::new(tokenizer.clone())),
+            tokenizer,
             templates: Templates::of(folder).map_err(Arc::new),
             sampling,
             created: unix_seconds(),
@@ -82,17 +87,6 @@ impl Model {
     pub(crate) fn rendered(&self, messages: &[ChatMessage]) -> Result<String, Arc<Error>> {
         let templates = self.templates.as_ref().map_err(Arc::clone)?;
         templates.prompt(messages).map_err(Arc::new)
-    }
-
-    /// True if the tokenizer has the token. The model's vocabulary may have more rows than tokens.
-    pub(crate) fn knows(&self, token: u32) -> bool {
-        self.tokenizer.id_to_token(token).is_some()
-    }
-
-    /// Returns the text of tokens, with special tokens as text. Tokens that the tokenizer lacks add
-    /// no text.
-    pub(crate) fn decode(&self, tokens: &[u32]) -> tokenizers::Result<String> {
-        self.tokenizer.decode(tokens, false)
     }
 }
 

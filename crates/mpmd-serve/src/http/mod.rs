@@ -14,6 +14,7 @@ mod reply;
 mod request_log;
 mod routes;
 mod settings;
+mod token_logprobs;
 
 use std::io;
 use std::net::SocketAddr;

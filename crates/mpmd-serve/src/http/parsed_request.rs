@@ -485,7 +485,7 @@ mod tests {
         ] {
             let body = format!("{{\"messages\": [{message}], \"max_tokens\": 1}}");
             let ask = ParsedRequest::of(body.as_bytes(), ReplyForm::Chat, &model, None).unwrap();
-            assert_eq!(model.decode(&ask.request.prompt).unwrap(), expected);
+            assert_eq!(model.decoder.text(&ask.request.prompt).unwrap(), expected);
         }
     }
 

@@ -1,6 +1,7 @@
 //! The reply to a request: as one object, or as server-sent events.
 
 use std::convert::Infallible;
+use std::fmt::Display;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -10,12 +11,13 @@ use axum::response::sse::{Event as Sent, KeepAlive, Sse};
 use axum::response::{IntoResponse as _, Response};
 use futures::stream::{Stream as _, poll_fn, unfold};
 use mpmd_models::TextStream;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::failure::HttpFailure;
 use super::parsed_request::{ParsedRequest, ReplyForm, random};
 use super::peer_socket::PeerSocket;
 use super::request_log::RequestRecord;
+use super::token_logprobs::{TokenLogprobs, chat_logprobs, text_logprobs};
 use crate::model::{Model, unix_seconds};
 use crate::queue::ReplyStream;
 use crate::request::{Finish, ReplyEvent, ReplyToken};
@@ -23,8 +25,6 @@ use crate::request::{Finish, ReplyEvent, ReplyToken};
 /// Time without an event after which a comment is sent, so that proxies do not close the
 /// connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// The value for the logarithm of probability 0, since JSON has no infinity.
-const NEVER: f32 = -9999.0;
 
 /// A reply while it is computed and sent.
 pub(super) struct ReplyProgress {
@@ -36,8 +36,6 @@ pub(super) struct ReplyProgress {
     text: TextStream,
     /// Number of tokens in the reply so far.
     count: usize,
-    /// Number of characters in the texts of the tokens so far, for the field `text_offset`.
-    offset: usize,
     id: String,
     created: u64,
     /// The labels of the weight versions that computed the reply. Empty until it has ended.
@@ -49,17 +47,26 @@ pub(super) struct ReplyProgress {
 struct ReplyPiece {
     text: String,
     tokens: Vec<ReplyToken>,
+    /// The log probabilities of the tokens, if the client wants them.
+    logprobs: Vec<TokenLogprobs>,
     finish: Option<&'static str>,
 }
 
 impl ReplyProgress {
+    /// Creates a reply to `ask` whose tokens come from `stream`.
+    ///
+    /// # Errors
+    ///
+    /// If the prompt's tokens have no text.
     pub(super) fn new(
         model: Arc<Model>,
         ask: ParsedRequest,
         stream: ReplyStream,
         record: Arc<RequestRecord>,
-    ) -> Self {
-        let text = TextStream::new(model.tokenizer.clone(), ask.stops.clone());
+    ) -> Result<Self, HttpFailure> {
+        let decoder = model.decoder.clone();
+        let text = TextStream::new(decoder, &ask.request.prompt, ask.stops.clone());
+        let text = text.map_err(no_text)?;
         let prefix = if ask.form == ReplyForm::Chat {
             "chatcmpl"
         } else {
@@ -67,18 +74,17 @@ impl ReplyProgress {
         };
         let id = format!("{prefix}-{:016x}", random());
         record.begin_reply(&id, ask.request.prompt.len());
-        Self {
+        Ok(Self {
             model,
             ask,
             stream: Some(stream),
             record,
             text,
             count: 0,
-            offset: 0,
             id,
             created: unix_seconds(),
             versions: Vec::new(),
-        }
+        })
     }
 
     /// Waits for the next piece with content for the client. `None` after the last one.
@@ -87,18 +93,7 @@ impl ReplyProgress {
         let shows_tokens = self.ask.has_ids || self.ask.request.logprobs.is_some();
         while let Some(event) = self.stream.as_mut()?.next().await {
             let added = match event {
-                ReplyEvent::Token(token) => {
-                    self.count += 1;
-                    self.record.token();
-                    let is_end = self.ask.request.ends.contains(&token.id);
-                    let added = if is_end {
-                        Ok("")
-                    } else {
-                        self.text.push(token.id)
-                    };
-                    piece.tokens.push(token);
-                    added
-                }
+                ReplyEvent::Token(token) => self.add_token(token, &mut piece),
                 ReplyEvent::End(finish) => {
                     let finish = match finish {
                         Finish::Stop => "stop",
@@ -107,7 +102,7 @@ impl ReplyProgress {
                     };
                     self.end(finish);
                     piece.finish = Some(finish);
-                    self.text.end()
+                    self.text.end().map(|rest| piece.text += rest)
                 }
                 ReplyEvent::Failed(why) => {
                     self.end("failed");
@@ -115,12 +110,9 @@ impl ReplyProgress {
                 }
             };
 
-            match added {
-                Ok(added) => piece.text += added,
-                Err(why) => {
-                    self.end("failed");
-                    return Some(Err(HttpFailure::internal("the tokens have no text", why)));
-                }
+            if let Err(why) = added {
+                self.end("failed");
+                return Some(Err(no_text(why)));
             }
             if self.text.is_stopped() {
                 piece.finish = Some("stop");
@@ -131,6 +123,23 @@ impl ReplyProgress {
             }
         }
         None
+    }
+
+    /// Adds a token to a piece, with the text that can no longer change. End tokens add no text.
+    fn add_token(&mut self, token: ReplyToken, piece: &mut ReplyPiece) -> mpmd::Result<()> {
+        self.count += 1;
+        self.record.token();
+        piece
+            .logprobs
+            .extend(TokenLogprobs::of(&token, &self.text)?);
+
+        let is_end = self.ask.request.ends.contains(&token.id);
+        piece.text += match is_end {
+            true => self.text.push_end(token.id),
+            false => self.text.push(token.id)?,
+        };
+        piece.tokens.push(token);
+        Ok(())
     }
 
     /// Removes and returns the event stream of a reply that has ended for the reason `end`, and
@@ -149,10 +158,12 @@ impl ReplyProgress {
             let ReplyPiece {
                 text,
                 tokens,
+                logprobs,
                 finish,
             } = piece?;
             whole.text += &text;
             whole.tokens.extend(tokens);
+            whole.logprobs.extend(logprobs);
             whole.finish = finish;
         }
 
@@ -242,7 +253,7 @@ impl ReplyProgress {
     }
 
     /// Returns the event data of a piece.
-    fn piece_chunk(&mut self, piece: ReplyPiece) -> Value {
+    fn piece_chunk(&self, piece: ReplyPiece) -> Value {
         let is_first = self.count == piece.tokens.len();
         let is_last = piece.finish.is_some();
         let mut choice = self.choice(&piece);
@@ -316,15 +327,11 @@ impl ReplyProgress {
     }
 
     /// Returns the entry of `choices` for a piece, without the text.
-    fn choice(&mut self, piece: &ReplyPiece) -> Value {
-        let logprobs = match self
-            .ask
-            .request
-            .logprobs
-            .filter(|_| !piece.tokens.is_empty())
-        {
-            Some(_) if self.ask.form == ReplyForm::Chat => self.chat_logprobs(&piece.tokens),
-            Some(_) => self.text_logprobs(&piece.tokens),
+    fn choice(&self, piece: &ReplyPiece) -> Value {
+        let wanted = self.ask.request.logprobs;
+        let logprobs = match wanted.filter(|_| !piece.tokens.is_empty()) {
+            Some(_) if self.ask.form == ReplyForm::Chat => chat_logprobs(&piece.logprobs),
+            Some(_) => text_logprobs(&piece.logprobs),
             None => Value::Null,
         };
         let mut choice = json!({ "index": 0, "logprobs": logprobs, "finish_reason": piece.finish });
@@ -333,58 +340,11 @@ impl ReplyProgress {
         }
         choice
     }
+}
 
-    fn chat_logprobs(&self, tokens: &[ReplyToken]) -> Value {
-        let entry = |id: u32, logprob: f32| {
-            let text = self.token_text(id);
-            let bytes = text.as_bytes();
-            json!({ "token": text, "logprob": logprob.max(NEVER), "bytes": bytes })
-        };
-        let content = tokens.iter().filter_map(|token| {
-            let logprobs = token.logprobs.as_ref()?;
-            let top = logprobs
-                .top
-                .iter()
-                .map(|(id, logprob)| entry(*id, *logprob));
-            let mut content = entry(token.id, logprobs.chosen);
-            content["top_logprobs"] = top.collect();
-            Some(content)
-        });
-        json!({ "content": content.collect::<Vec<_>>(), "refusal": null })
-    }
-
-    fn text_logprobs(&mut self, tokens: &[ReplyToken]) -> Value {
-        let mut texts = Vec::new();
-        let mut chosen = Vec::new();
-        let mut tops = Vec::new();
-        let mut offsets = Vec::new();
-        for token in tokens {
-            let Some(logprobs) = &token.logprobs else {
-                continue;
-            };
-            let text = self.token_text(token.id);
-            offsets.push(self.offset);
-            self.offset += text.chars().count();
-
-            let top = logprobs
-                .top
-                .iter()
-                .map(|(id, logprob)| (self.token_text(*id), *logprob));
-            let top = top.chain([(text.clone(), logprobs.chosen)]);
-            tops.push(
-                top.map(|(text, logprob)| (text, logprob.max(NEVER).into()))
-                    .collect::<Map<String, Value>>(),
-            );
-            texts.push(text);
-            chosen.push(logprobs.chosen.max(NEVER));
-        }
-        json!({ "tokens": texts, "token_logprobs": chosen, "top_logprobs": tops,
-            "text_offset": offsets })
-    }
-
-    fn token_text(&self, id: u32) -> String {
-        self.model.decode(&[id]).unwrap_or_default()
-    }
+/// Returns the failure of a reply whose tokens the tokenizer cannot turn into text.
+fn no_text(why: impl Display) -> HttpFailure {
+    HttpFailure::internal("the tokens have no text", why)
 }
 
 /// The parts of a streamed reply, in order.

@@ -193,7 +193,7 @@ async fn reply(
 
     let stream = shared.queue.submit(ask.request.clone())?;
     let streams = ask.streams;
-    let reply = ReplyProgress::new(shared.model.clone(), ask, stream, record);
+    let reply = ReplyProgress::new(shared.model.clone(), ask, stream, record)?;
     if streams {
         Ok(reply.events(client))
     } else {
@@ -231,12 +231,13 @@ async fn detokenize(State(shared): Shares, body: Body) -> Answer {
         let tokens =
             tokens.ok_or_else(|| HttpFailure::field("tokens", "expected a list of tokens"))?;
         fields.end()?;
-        if let Some(token) = tokens.iter().find(|token| !model.knows(**token)) {
+        if let Some(token) = tokens.iter().find(|token| !model.decoder.knows(**token)) {
             let why = format!("expected tokens of the model's tokenizer, found {token}");
             return Err(HttpFailure::field("tokens", why));
         }
         let text = model
-            .decode(&tokens)
+            .decoder
+            .text(&tokens)
             .map_err(|why| HttpFailure::field("tokens", why))?;
         Ok(json!({ "prompt": text }))
     };

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// Returns the path of the test folder `name`.
@@ -22,6 +22,28 @@ pub(crate) fn copied(name: &str) -> TempDir {
     {
         fs::copy(&file, folder.path().join(file.file_name().unwrap())).unwrap();
     }
+    folder
+}
+
+/// Copies a folder of a byte-level tokenizer, and lets its words begin with `▁`, as those of Llama
+/// 2 do. The texts of such a tokenizer begin without their first blank.
+pub(crate) fn with_low_lines(name: &str) -> TempDir {
+    let folder = copied(name);
+    let file = folder.path().join("tokenizer.json");
+    let json = fs::read_to_string(&file).unwrap();
+    let json = json
+        .replace("\\u0120", "\u{2581}")
+        .replace('\u{120}', "\u{2581}");
+    let mut tokenizer: Value = serde_json::from_str(&json).unwrap();
+    tokenizer["model"]["unk_token"] = "<s>".into();
+    tokenizer["pre_tokenizer"] = json!({ "type": "Metaspace", "replacement": "\u{2581}",
+        "prepend_scheme": "always", "split": true });
+    tokenizer["decoder"] = json!({ "type": "Sequence", "decoders": [
+        { "type": "Replace", "pattern": { "String": "\u{2581}" }, "content": " " },
+        { "type": "ByteFallback" }, { "type": "Fuse" },
+        { "type": "Strip", "content": " ", "start": 1, "stop": 0 }
+    ] });
+    fs::write(file, tokenizer.to_string()).unwrap();
     folder
 }
 
