@@ -16,6 +16,8 @@ use crate::request::TextRequest;
 const MOST_STOPS: usize = 16;
 /// Largest size of a stop text, in bytes.
 const STOP_BYTES: usize = 256;
+/// Largest number of stop tokens in a request.
+const MOST_STOP_TOKENS: usize = 256;
 /// Largest number of most probable tokens that a client can request for each token.
 const LOGPROBS: u64 = 20;
 /// Default number of new tokens of a completion, as at OpenAI.
@@ -58,10 +60,11 @@ impl ParsedRequest {
         let has_usage = usage(&mut fields, streams)?;
         let stops = stops(&mut fields)?;
         let has_ids = fields.flag("return_token_ids", false)?;
-        let ends = match fields.flag("ignore_eos", false)? {
+        let mut ends = match fields.flag("ignore_eos", false)? {
             true => Vec::new(),
             false => model.ends.clone(),
         };
+        ends.extend(stop_tokens(&mut fields, model.vocab)?);
         let logprobs = match form {
             ReplyForm::Completion => fields.count("logprobs", 0..=LOGPROBS)?,
             ReplyForm::Chat => chat_logprobs(&mut fields)?,
@@ -265,6 +268,19 @@ fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, HttpFailure> {
         stops.filter(|stops| stops.len() <= MOST_STOPS && stops.iter().all(is_valid))
     })?;
     Ok(stops.unwrap_or_default())
+}
+
+/// Removes and reads the tokens that end a reply beside the model's end tokens.
+fn stop_tokens(fields: &mut Fields<'_>, vocab: usize) -> Result<Vec<u32>, HttpFailure> {
+    let expected = format!("a list of at most {MOST_STOP_TOKENS} tokens below {vocab}");
+    let is_valid = |tokens: &Vec<u32>| {
+        let mut tokens = tokens.iter();
+        tokens.len() <= MOST_STOP_TOKENS && tokens.all(|token| (*token as usize) < vocab)
+    };
+    let tokens = fields.take("stop_token_ids", &expected, |value| {
+        read_tokens(value).filter(is_valid)
+    })?;
+    Ok(tokens.unwrap_or_default())
 }
 
 fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, HttpFailure> {
@@ -535,6 +551,7 @@ mod tests {
             "return_token_ids",
             "seed",
             "stop",
+            "stop_token_ids",
             "stream",
             "stream_options",
             "temperature",

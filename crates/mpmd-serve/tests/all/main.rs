@@ -14,4 +14,5 @@ mod refusals;
 mod server;
 mod serving;
 mod streaming;
+mod token_texts;
 mod versions;

@@ -13,7 +13,7 @@ use crate::client::{Answer, LONG, connect, read, send, write};
 use crate::server::{Act, Server, plain, settings};
 
 /// Checks the status and the form of an error reply. Returns the field at fault.
-fn param(answer: &Answer, status: u16) -> Option<String> {
+pub(crate) fn param(answer: &Answer, status: u16) -> Option<String> {
     let body = answer.json();
     assert_eq!(answer.status, status, "{body}");
     let error = body["error"].as_object().unwrap();
