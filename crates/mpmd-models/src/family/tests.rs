@@ -15,7 +15,8 @@ fn read_text(config: &str) -> Result<ModelConfig, String> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.json");
     fs::write(&file, config).unwrap();
-    super::read(&file)
+    read_keys(&file)
+        .and_then(|keys| model_of(&file, keys))
         .map(|(_, config)| config)
         .map_err(|error| {
             let prefix = format!("{}: ", file.display());

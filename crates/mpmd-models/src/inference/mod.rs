@@ -9,6 +9,7 @@ pub(crate) mod choice;
 pub(crate) mod generator;
 pub(crate) mod inference_state;
 pub(crate) mod pass;
+pub(crate) mod same_model;
 pub(crate) mod sample;
 pub(crate) mod stage_loader;
 pub(crate) mod stage_times;
@@ -206,8 +207,9 @@ impl Inference {
     ///
     /// # Errors
     ///
-    /// If the folder is invalid or its model has another config, or as for
-    /// [`Program::assert_same`].
+    /// If the folder is invalid, or a value is infinite or NaN. If config, tokenizer, end tokens or
+    /// chat templates differ from those of the model in use, as far as both folders have them. As
+    /// for [`Program::assert_same`].
     pub fn read_weights(&self, p: &mut Program, folder: &Path, version: u64) -> Result<()> {
         let devices = p.topology().devices_of(p.process()).to_vec();
         let what = FolderVersion {
@@ -222,6 +224,11 @@ impl Inference {
         p.assert_same(format!(
             "weights of a folder as version {version}, with {hash}"
         ))?;
+        if read.is_err() {
+            self.loaders
+                .iter()
+                .for_each(|loader| loader.retire(version));
+        }
         read.map(drop)
     }
 
@@ -239,7 +246,8 @@ impl Inference {
 
     /// Issues operations that tell process 0 whether every process has read the folder's weights.
     /// If all have, their version becomes [`WeightVersions::newest`] on process 0. If one failed,
-    /// [`WeightVersions::failure`] has the reason.
+    /// [`WeightVersions::failure`] has the reason, and every process must [`retire`](Self::retire)
+    /// the version, since others may have read it.
     ///
     /// # Errors
     ///

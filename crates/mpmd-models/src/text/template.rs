@@ -19,7 +19,7 @@ use crate::hub::folder::Folder;
 /// The names of a folder's two templates: for conversations with tools, and for all others.
 const NAMES: [&str; 2] = ["tool_use", "default"];
 /// The files of the templates [`NAMES`], in newer folders.
-const FILES: [&str; 2] = [
+pub(crate) const FILES: [&str; 2] = [
     "additional_chat_templates/tool_use.jinja",
     "chat_template.jinja",
 ];
@@ -126,7 +126,7 @@ fn settings(folder: &Folder, name: &str) -> Result<Option<serde_json::Value>> {
 }
 
 /// Returns the source of the template `NAMES[name]`. `None` if the folder has none.
-fn source(folder: &Folder, name: usize) -> Result<Option<String>> {
+pub(crate) fn source(folder: &Folder, name: usize) -> Result<Option<String>> {
     if folder.companions().contains(&FILES[name]) {
         let failed = |why: &dyn std::fmt::Display| {
             unexpected(&folder.path().join(FILES[name]), "", "a chat template", why)

@@ -214,7 +214,7 @@ fn is_border(tokenizer: &Tokenizer, text: &str, border: Border) -> Result<bool> 
 }
 
 /// Returns the largest character boundary up to byte `at`.
-fn boundary(text: &str, at: usize) -> usize {
+pub(crate) fn boundary(text: &str, at: usize) -> usize {
     (0..=at)
         .rev()
         .find(|at| text.is_char_boundary(*at))

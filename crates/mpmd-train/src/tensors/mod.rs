@@ -5,6 +5,7 @@ mod file;
 pub(crate) mod files;
 pub(crate) mod owners;
 mod pointer;
+mod python_number;
 mod runs;
 mod save;
 mod unique_json;

@@ -10,6 +10,8 @@ use serde::de::{
     DeserializeOwned, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor,
 };
 
+use super::python_number::python_number;
+
 /// Error: JSON that cannot be read. Retrying will not help.
 #[derive(Debug, thiserror::Error)]
 pub enum JsonError {
@@ -49,7 +51,8 @@ pub fn read_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, JsonError> {
             column: why.column(),
         }),
         // An invalid text has the error of the second reading, which knows the expected form.
-        _ => serde_json::from_slice(bytes).map_err(JsonError::Invalid),
+        _ => serde_json::from_slice(bytes)
+            .map_err(|why| JsonError::Invalid(python_number(bytes, &why).unwrap_or(why))),
     }
 }
 
