@@ -49,8 +49,7 @@ const SWITCHES: [&str; 7] = [
 ];
 /// Switches that are off by default, separated by blanks.
 const OFF_BY_DEFAULT: &str = "
-    add_cross_attention is_decoder is_encoder_decoder scale_attn_by_inverse_layer_idx
-    use_dynamic_ntk use_logn_attn use_mrope use_qk_norm use_sliding_window
+    scale_attn_by_inverse_layer_idx use_dynamic_ntk use_logn_attn use_mrope use_sliding_window
 ";
 
 /// The keys of a JSON object in a config. Records which of them have been read, for

@@ -208,8 +208,9 @@ impl Inference {
     /// # Errors
     ///
     /// If the folder is invalid, or a value is infinite or NaN. If config, tokenizer, end tokens or
-    /// chat templates differ from those of the model in use, as far as both folders have them. As
-    /// for [`Program::assert_same`].
+    /// chat templates differ from those of the model in use, as far as both folders have them. Every
+    /// process gets the error of the first one with an error, and none has the version. As for
+    /// [`Program::assert_same`] if the processes have read different weights.
     pub fn read_weights(&self, p: &mut Program, folder: &Path, version: u64) -> Result<()> {
         let devices = p.topology().devices_of(p.process()).to_vec();
         let what = FolderVersion {
@@ -217,19 +218,22 @@ impl Inference {
             version,
         };
         let read = take_folder(&self.loaders, &devices, &what);
-        let hash = match &read {
-            Ok(hash) => format!("hash {hash:016x}"),
-            Err(why) => format!("an error: {why}"),
-        };
-        p.assert_same(format!(
-            "weights of a folder as version {version}, with {hash}"
-        ))?;
-        if read.is_err() {
+        let own = read.as_ref().err().map(ToString::to_string);
+        let errors = p.gather_value(None, || Ok(own))?;
+        let error = errors.into_iter().flatten().next();
+        if error.is_some() || read.is_err() {
             self.loaders
                 .iter()
                 .for_each(|loader| loader.retire(version));
         }
-        read.map(drop)
+        if let Some(why) = error {
+            return Err(Error::Environment(why));
+        }
+        // In a dry run each process has its own error alone.
+        let hash = read?;
+        p.assert_same(format!(
+            "weights of a folder as version {version}, with hash {hash:016x}"
+        ))
     }
 
     /// Starts to read another folder's weights as version `version`, on threads of their own. Every

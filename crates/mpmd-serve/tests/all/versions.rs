@@ -15,6 +15,7 @@ use mpmd_serve::{
     queue, run,
 };
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::client::{Answer, LONG, send};
 use crate::control::key_file;
@@ -446,6 +447,38 @@ fn weights_that_are_not_finite_are_no_version() {
     let named = "model.safetensors: model.embed_tokens.weight: expected finite values, found NaN";
     assert!(answer.body.contains(named), "{answer:?}");
     assert_eq!(live.get("/weight_info")["version"], 0);
+    live.end();
+}
+
+#[test]
+fn weights_of_another_model_are_refused_by_key() {
+    let other = copied("plain");
+    let file = other.path().join("config.json");
+    let config = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, config.replace("10000.0", "5000.0")).unwrap();
+    let good = copied("plain");
+    let allowed = [&other, &good].map(|folder| folder.path().to_owned());
+    let live = Live::start_with(NEVER, allowed.into());
+    let undisturbed = tokens(&live.post("/v1/completions", &body(5, 9)).json());
+
+    let load = |folder: &TempDir| {
+        let path = folder.path().to_str().unwrap();
+        live.post("/load_weights", &json!({ "path": path }))
+    };
+    let expected = "config.json: rope_parameters.rope_theta: expected 10000.0, as in the model in \
+                    use, found 5000.0";
+    for _ in 0..2 {
+        let answer = load(&other);
+        assert_eq!(answer.status, 400, "{answer:?}");
+        assert!(answer.body.contains(expected), "{answer:?}");
+        let failure = live.get("/weight_info")["failure"].clone();
+        assert!(failure.as_str().unwrap().ends_with(expected), "{failure}");
+        let later = tokens(&live.post("/v1/completions", &body(5, 9)).json());
+        assert_eq!(later, undisturbed);
+    }
+
+    assert_eq!(load(&good).json()["version"], 1);
+    assert_eq!(live.get("/weight_info")["failure"], Value::Null);
     live.end();
 }
 
