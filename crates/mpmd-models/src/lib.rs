@@ -69,5 +69,7 @@ pub use text::neutral::asks_for_nothing;
 pub use text::prompts::{PromptEncoder, PromptFault, RenderedPrompt};
 pub use text::stream::TextStream;
 pub use text::template::{Day, InvalidDay, TemplateFault};
+pub use text::token_bytes::TokenBytes;
+pub use text::token_decoder::TokenDecoder;
 pub use text::token_file::TokenType;
 pub use text::tokens::{Tokens, check_rows, spread, tokenizer};

@@ -34,6 +34,11 @@ pub(crate) struct FrontArgs {
     /// servers have a browser send
     #[arg(long, conflicts_with = "api_key_file")]
     pub no_auth: bool,
+    /// Origin whose pages may use the server from a browser, such as https://chat.example.org; `*`
+    /// for all; may be given several times. Default: all with --api-key-file, else only the
+    /// server's own page
+    #[arg(long, value_name = "ORIGIN")]
+    pub allow_origin: Vec<String>,
     /// File with a key on each line for the endpoints that control the server: /pause, /resume,
     /// /update_weight_version and /load_weights; without it there are none. Only its user may read
     /// it, and it has other keys than --api-key-file
@@ -83,6 +88,7 @@ impl FrontArgs {
             port: self.port,
             api_key_file: self.api_key_file.clone(),
             allow_all: self.no_auth,
+            allow_origins: self.allow_origin.clone(),
             control_key_file: self.control_key_file.clone(),
             weight_folders: self.allow_weights.clone(),
             description: description.map(str::to_owned),
@@ -109,6 +115,10 @@ pub(crate) fn named(error: FrontError) -> anyhow::Error {
         ),
         FrontError::KeysForAll => {
             anyhow!("--api-key-file and --no-auth: expected one of them, found both")
+        }
+        FrontError::InvalidOrigin { .. } => {
+            let error = error.to_string();
+            anyhow!("{}", error.replacen("allow_origins", "--allow-origin", 1))
         }
         FrontError::UnreadableKeys { file, why } => {
             let setting = file.setting();
@@ -160,6 +170,12 @@ mod tests {
         assert_eq!(
             said,
             "--api-key-file /keys/api_key_file: expected a key on a line"
+        );
+        let origin = "allow_origins/".to_owned();
+        let said = named(FrontError::InvalidOrigin { origin }).to_string();
+        assert!(
+            said.starts_with("--allow-origin \"allow_origins/\": expected"),
+            "{said}"
         );
     }
 }

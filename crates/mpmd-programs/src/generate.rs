@@ -13,8 +13,8 @@ use mpmd::job::{JobArgs, at_least, not_negative, printable, say};
 use mpmd::topology::Mesh;
 use mpmd::{Error, ProcessId, Program, Result};
 use mpmd_models::{
-    Conversation, Folder, HeldBytes, PromptEncoder, Room, Sampling, Stages, TextStream, check_rows,
-    spread,
+    Conversation, Folder, HeldBytes, PromptEncoder, Room, Sampling, Stages, TextStream,
+    TokenDecoder, check_rows, spread,
 };
 use serde::Serialize;
 use tokenizers::Tokenizer;
@@ -304,11 +304,12 @@ impl Generation<'_> {
         }
 
         let tokenizer = own.into_inner().filter(|_| !p.is_dry_run());
-        let output = RefCell::new(tokenizer.map(|tokenizer| PrintedText::new(tokenizer, args)));
+        let output = tokenizer.map(|tokenizer| PrintedText::new(tokenizer, &prompt, args));
+        let output = RefCell::new(output.transpose()?);
         let is_end = |p: &mut Program, tokens: &[u32]| {
             let is_end = tokens.last().is_some_and(|last| self.ends.contains(last));
             let next = || match (output.borrow_mut().as_mut(), tokens.last()) {
-                (Some(output), Some(token)) => output.next(*token),
+                (Some(output), Some(token)) => output.next(*token, is_end),
                 _ => Ok(false),
             };
             match args.stop.is_empty() {
@@ -372,28 +373,31 @@ impl PrintForm {
     }
 }
 
-/// Prints the text of the new tokens while it grows.
+/// Prints the text of the new tokens behind the prompt's while it grows.
 struct PrintedText {
     text: TextStream,
     form: PrintForm,
 }
 
 impl PrintedText {
-    fn new(tokenizer: Arc<Tokenizer>, args: &GenerateArgs) -> Self {
+    fn new(tokenizer: Arc<Tokenizer>, prompt: &[u32], args: &GenerateArgs) -> Result<Self> {
         let form = match (args.json, stdout().is_terminal()) {
             (true, _) => PrintForm::Json,
             (false, true) => PrintForm::Terminal,
             (false, false) => PrintForm::Bytes,
         };
-        Self {
-            text: TextStream::new(tokenizer, args.stop.clone()),
-            form,
-        }
+        let decoder = TokenDecoder::new(tokenizer);
+        let text = TextStream::new(decoder.into(), prompt, args.stop.clone())?;
+        Ok(Self { text, form })
     }
 
-    /// Prints the text that a new token adds. Returns true once a stop text has ended the text.
-    fn next(&mut self, token: u32) -> Result<bool> {
-        let more = self.text.push(token)?;
+    /// Prints the text that a new token adds; a token that ends the text adds none. Returns true
+    /// once a stop text has ended the text.
+    fn next(&mut self, token: u32, is_end: bool) -> Result<bool> {
+        let more = match is_end {
+            true => self.text.push_end(token),
+            false => self.text.push(token)?,
+        };
         print!("{}", self.form.shown(more));
         // If it fails, the next line does, and ends the program.
         _ = stdout().flush();

@@ -375,6 +375,8 @@ impl Engine {
                 let why = state.failure.clone();
                 let why = why.unwrap_or_else(|| "the weights could not be read".to_owned());
                 self.arrivals.loaded(Err(Denied::Weights(why)));
+                // Some processes may have read them in full.
+                return Some(ServerStep::Retire(version));
             }
             load => self.weights.load = load,
         }

@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use mpmd::Result as CoreResult;
-use mpmd_models::{Folder, PromptEncoder, Sampling};
-use tokenizers::Tokenizer;
+use mpmd_models::{Folder, PromptEncoder, Sampling, TokenBytes, TokenDecoder};
 
 /// Length of a text, in bytes, above which its tokens are counted before the whole text is turned
 /// into tokens.
@@ -21,8 +20,10 @@ pub struct Model {
     pub(crate) vocab: usize,
     /// The tokens that end a text.
     pub(crate) ends: Vec<u32>,
-    pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) decoder: Arc<TokenDecoder>,
     pub(crate) prompts: PromptEncoder,
+    /// The most bytes that a token stands for, if there is a bound.
+    token_bytes: Option<TokenBytes>,
     /// The default settings of requests for choosing tokens.
     pub(crate) sampling: Sampling,
     /// Time at which the server started, in seconds since 1970.
@@ -58,31 +59,27 @@ impl Model {
             positions,
             vocab: folder.config().vocab_size,
             ends: folder.end_tokens()?,
-            tokenizer: prompts.tokenizer().clone(),
+            decoder: Arc::new(TokenDecoder::new(prompts.tokenizer().clone())),
+            token_bytes: TokenBytes::of(prompts.tokenizer()),
             prompts,
             sampling,
             created: unix_seconds(),
         })
     }
 
-    /// True if a long text has more than `most` tokens. Always false for short texts, whose tokens
-    /// are cheap to compute.
+    /// True if a long text has more than `most` tokens. Looks at its length first, which costs
+    /// nothing. Always false for short texts, whose tokens are cheap to compute.
     pub(crate) fn is_beyond(&self, text: &str, most: usize) -> CoreResult<bool> {
         if text.len() <= LONG_TEXT {
             return Ok(false);
         }
+        if self
+            .token_bytes
+            .is_some_and(|bytes| bytes.fewest_tokens(text) > most)
+        {
+            return Ok(true);
+        }
         self.prompts.has_more_tokens(text, most)
-    }
-
-    /// True if the tokenizer has the token. The model's vocabulary may have more rows than tokens.
-    pub(crate) fn knows(&self, token: u32) -> bool {
-        self.tokenizer.id_to_token(token).is_some()
-    }
-
-    /// Returns the text of tokens, with special tokens as text. Tokens that the tokenizer lacks add
-    /// no text.
-    pub(crate) fn decode(&self, tokens: &[u32]) -> tokenizers::Result<String> {
-        self.tokenizer.decode(tokens, false)
     }
 }
 

@@ -3,6 +3,7 @@
 mod first;
 mod joining;
 mod operation;
+mod outside;
 mod recovery;
 mod server;
 mod training;
@@ -76,6 +77,11 @@ programs! {
     Once operation::own_clock_ends_a_training,
     Once operation::progress_ends_a_step,
     Once operation::shards_without_a_question,
+    Once outside::folder_of_each_process,
+    Once outside::key_that_nothing_handles,
+    Once outside::number_of_python,
+    Once outside::values_not_finite,
+    Once outside::weights_of_another_model,
     Recovering recovery::parts_restored_apart,
     Recovering recovery::two_states_at_a_step,
     Once server::alone_after_a_value,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::source::SourceFile;
+use super::source::{SourceFile, SourceToken};
 
 /// A line that breaks a rule.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -34,6 +34,7 @@ pub(crate) const PRODUCTION_RULES: &[TidyRule] = &[
     blocking_in_one_module,
     deadlines_have_a_limit,
     version_is_told,
+    tokens_become_text_in_one_module,
 ];
 
 const MOST_LINES: usize = 1000;
@@ -126,6 +127,22 @@ const BLOCKING: &[&str] = &[
     "std::time::Instant",
     "std::time::SystemTime",
 ];
+
+/// Folders of the code that has tokenizers.
+const TOKENIZER_USERS: &[&str] = &[
+    "crates/mpmd-models/src",
+    "crates/mpmd-programs/src",
+    "crates/mpmd-serve/src",
+];
+
+/// Modules that may call the decoder of a tokenizer.
+const DECODER_USERS: &[&str] = &[
+    "crates/mpmd-models/src/text/piece_rule",
+    "crates/mpmd-models/src/text/token_decoder",
+];
+
+/// Methods of a tokenizer and its decoder that turn tokens into text.
+const DECODING: &[&str] = &["decode", "decode_batch", "decode_chain", "decode_stream"];
 
 /// Finds Rust files that cannot be split into tokens. No other rule can check these.
 fn rust_can_be_read(source: &SourceFile) -> Vec<TidyFinding> {
@@ -387,10 +404,7 @@ fn deadlines_have_a_limit(source: &SourceFile) -> Vec<TidyFinding> {
             .map_or("", |token| token.text.as_str())
     };
 
-    let is_tests = |at: &usize| text(*at) == "mod" && text(at + 1) == "tests";
-    let end = (0..source.tokens.len())
-        .find(is_tests)
-        .unwrap_or(source.tokens.len());
+    let end = start_of_tests(source);
     let is_sum = |at: &usize| {
         let sum = ["now", "(", ")", "+"];
         let added = text(at + sum.len());
@@ -419,6 +433,30 @@ fn version_is_told(source: &SourceFile) -> Vec<TidyFinding> {
     let found = lines.windows(2).enumerate().filter(lacks_version);
     let remedy = "no --version: write #[command(name = \"…\", version)] below";
     found.map(|(i, _)| finding(i + 1, remedy)).collect()
+}
+
+/// Finds code that turns tokens into text in another way than by `TokenDecoder`, which knows what
+/// stands before them.
+fn tokens_become_text_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
+    if !is_in(source, TOKENIZER_USERS) || is_in(source, DECODER_USERS) {
+        return Vec::new();
+    }
+    let text = |at: usize| source.tokens.get(at).map_or("", |token| &token.text);
+    let end = start_of_tests(source);
+    let is_call =
+        |at: &usize| text(*at) == "." && DECODING.contains(&text(at + 1)) && text(at + 2) == "(";
+    let remedy = "the text of tokens depends on those before: use `TokenDecoder` or `TextStream`";
+    (0..end)
+        .filter(is_call)
+        .map(|at| finding(source.tokens[at + 1].line, remedy))
+        .collect()
+}
+
+/// Returns the place of the first token of a file's unit tests, or the number of all tokens.
+fn start_of_tests(source: &SourceFile) -> usize {
+    let is_tests = |two: &[SourceToken]| two[0].text == "mod" && two[1].text == "tests";
+    let start = source.tokens.windows(2).position(is_tests);
+    start.unwrap_or(source.tokens.len())
 }
 
 fn is_in(source: &SourceFile, places: &[&str]) -> bool {
@@ -500,7 +538,7 @@ mod tests {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
             .parent()
             .unwrap();
-        for place in [PLANNERS, SIMULATED].concat() {
+        for place in [PLANNERS, SIMULATED, TOKENIZER_USERS, DECODER_USERS].concat() {
             let path = root.join(place);
             assert!(
                 path.is_dir() || path.with_extension("rs").is_file(),
@@ -668,6 +706,17 @@ mod tests {
             broken(deadlines_have_a_limit, "mpmd-core/src/a.rs", text),
             [2, 3]
         );
+    }
+
+    #[test]
+    fn second_way_from_tokens_to_text_is_found() {
+        let text = "fn f() {\n tokenizer.decode(&[1], true);\n self.all\n.decode_stream(true);\
+                    \n decode(x);\n}\nmod tests { fn f() { tokenizer.decode(&[1], true) } }";
+        let check = |path| broken(tokens_become_text_in_one_module, path, text);
+        assert_eq!(check("crates/mpmd-serve/src/model.rs"), [2, 4]);
+        assert_eq!(check("crates/mpmd-models/src/text/stream.rs"), [2, 4]);
+        assert_eq!(check("crates/mpmd-models/src/text/token_decoder.rs"), NONE);
+        assert_eq!(check("mpmd-transport/src/tcp/read.rs"), NONE);
     }
 
     #[test]

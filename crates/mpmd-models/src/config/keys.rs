@@ -42,6 +42,16 @@ pub(crate) const HARMLESS: &str = "
     suppress_tokens temperature top_k top_p typical_p unk_token_id
 ";
 
+/// Starts of the names of switches. Such a switch may be on by default in the code that its config
+/// was written for, so turning it off may change results.
+const SWITCHES: [&str; 7] = [
+    "add_", "include_", "is_", "norm_", "scale_", "skip_", "use_",
+];
+/// Switches that are off by default, separated by blanks.
+const OFF_BY_DEFAULT: &str = "
+    scale_attn_by_inverse_layer_idx use_dynamic_ntk use_logn_attn use_mrope use_sliding_window
+";
+
 /// The keys of a JSON object in a config. Records which of them have been read, for
 /// [`ConfigKeys::finish`].
 pub(crate) struct ConfigKeys<'a> {
@@ -174,7 +184,7 @@ impl<'a> ConfigKeys<'a> {
     }
 
     /// Returns an error for the first key that nothing has read, since it may change results. Keys
-    /// that are null or listed in `harmless` are accepted.
+    /// that ask for nothing or are listed in `harmless` are accepted.
     pub(crate) fn finish(&self, harmless: &str) -> Result<()> {
         let read = self.read.borrow();
         let is_known = |key: &String| {
@@ -183,13 +193,12 @@ impl<'a> ConfigKeys<'a> {
         match self
             .map
             .iter()
-            .find(|(key, value)| !value.is_null() && !is_known(key))
+            .find(|(key, value)| !asks_for_nothing(key, value) && !is_known(key))
         {
             None => Ok(()),
             Some((key, value)) => {
-                let value: String = value.to_string().chars().take(SHOWN).collect();
                 let expected = "no such key: it may change results, and nothing here handles it";
-                Err(self.unexpected(key, expected, value))
+                Err(self.unexpected(key, expected, shown(value)))
             }
         }
     }
@@ -203,6 +212,26 @@ impl<'a> ConfigKeys<'a> {
         let key = self.word(key);
         unexpected(self.file, &format!("{}{key}", self.prefix), expected, found)
     }
+}
+
+/// True if a value turns off what its key stands for, and that is off by default: null, false, 0,
+/// an empty list or an empty object.
+fn asks_for_nothing(key: &str, value: &Value) -> bool {
+    let is_known = |list: &str| list.split_whitespace().any(|known| known == key);
+    let is_switch = SWITCHES.iter().any(|start| key.starts_with(start));
+    match value {
+        Value::Null => true,
+        Value::Bool(false) => !is_switch || is_known(OFF_BY_DEFAULT),
+        Value::Number(number) => !is_switch && number.as_f64() == Some(0.0),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        Value::Bool(true) | Value::String(_) => false,
+    }
+}
+
+/// Returns the start of a config value as text, for messages.
+pub(crate) fn shown(value: &Value) -> String {
+    value.to_string().chars().take(SHOWN).collect()
 }
 
 /// Returns the family's name for the common name of a key. `words` has pairs (common name, name in

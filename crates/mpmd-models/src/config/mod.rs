@@ -6,7 +6,7 @@ mod rope;
 
 use mpmd::candle::nn::Activation;
 
-pub(crate) use keys::{ConfigKeys, HARMLESS, word};
+pub(crate) use keys::{ConfigKeys, HARMLESS, shown, word};
 pub(crate) use rope::{RopeDefaults, rope, rope_of};
 
 use crate::rope::Rope;
@@ -153,5 +153,23 @@ impl ModelConfig {
             .map(|rope| rope.positions(own))
             .max()
             .unwrap_or(own)
+    }
+
+    /// Returns the config without the settings that change no result of inference.
+    pub(crate) fn of_inference(&self) -> Self {
+        let experts = self.experts.map(|experts| ExpertsConfig {
+            balance: None,
+            ..experts
+        });
+        let positions = match self.learned_positions {
+            true => self.max_position_embeddings,
+            false => 0,
+        };
+        Self {
+            max_position_embeddings: positions,
+            dropout: None,
+            experts,
+            ..self.clone()
+        }
     }
 }

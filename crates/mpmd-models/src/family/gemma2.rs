@@ -63,6 +63,10 @@ pub(super) fn gemma(
         .iter_mut()
         .for_each(|layer| layer.scale = scalar.sqrt().recip());
     keys.only("use_bidirectional_attention", false)?;
+    // Some configs have the window twice.
+    if let Some(window) = keys.get::<usize>("sliding_window", "a size")? {
+        keys.only("sliding_window_size", window)?;
+    }
     // Old configs have it beside `hidden_activation`, which alone counts.
     keys.get::<String>("hidden_act", "a name")?;
     Ok(config)

@@ -84,19 +84,29 @@ pub(crate) static FAMILIES: [Family; 15] = [
     stablelm::FAMILY,
 ];
 
-/// Reads a `config.json`. A missing setting has the default that the library `transformers` gives
-/// it.
+/// Reads the keys of a `config.json`.
 ///
 /// # Errors
 ///
-/// If the file cannot be read, or describes no model of a known family. If it has an unknown key
-/// that may change results. The message names the file, the key, the expected and the found value.
-pub(crate) fn read(file: &Path) -> Result<(&'static Family, ModelConfig)> {
+/// If the file cannot be read, or is no object of JSON.
+pub(crate) fn read_keys(file: &Path) -> Result<Map<String, Value>> {
     let text =
         read_regular(file, LARGEST_FILE).map_err(|why| unexpected(file, "", EXPECTED, why))?;
-    let map: Map<String, Value> =
-        read_json(&text).map_err(|why| unexpected(file, "", EXPECTED, why))?;
-    let keys = ConfigKeys::new(file, map);
+    read_json(&text).map_err(|why| unexpected(file, "", EXPECTED, why))
+}
+
+/// Returns the model that the keys of a `config.json` describe. A missing setting has the default
+/// that the library `transformers` gives it. `file` is the path for messages.
+///
+/// # Errors
+///
+/// If the keys describe no model of a known family, or an unknown one may change results. The
+/// message names the file, the key, the expected and the found value.
+pub(crate) fn model_of(
+    file: &Path,
+    keys: Map<String, Value>,
+) -> Result<(&'static Family, ModelConfig)> {
+    let keys = ConfigKeys::new(file, keys);
     let names: Vec<String> = FAMILIES
         .iter()
         .map(|family| format!("{:?}", family.name))

@@ -15,7 +15,8 @@ fn read_text(config: &str) -> Result<ModelConfig, String> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.json");
     fs::write(&file, config).unwrap();
-    super::read(&file)
+    read_keys(&file)
+        .and_then(|keys| model_of(&file, keys))
         .map(|(_, config)| config)
         .map_err(|error| {
             let prefix = format!("{}: ", file.display());
@@ -311,7 +312,7 @@ fn settings_that_a_family_lacks_are_refused() {
             "head_dim: expected 80, found 64",
         ),
         (
-            r#""mistral", "layer_types": []"#,
+            r#""mistral", "layer_types": ["full_attention"]"#,
             "layer_types: expected no such key",
         ),
     ] {
@@ -413,4 +414,146 @@ fn numbers_that_results_are_divided_by_are_not_zero() {
     // As in `transformers`, zero is no setting.
     let config = scaling(r#""type": "yarn", "factor": 2, "mscale": 0, "beta_fast": 0"#);
     read_text(&format!("{{\"model_type\": {config}}}")).unwrap();
+}
+
+/// Keys of public configs besides the sizes, as (family, keys): at least one config of a hub has
+/// each of them with this value.
+const PUBLIC: [(&str, &str); 15] = [
+    (
+        "llama",
+        r#""attention_bias": false, "attention_dropout": 0.0, "is_llama_config": true,
+           "mlp_bias": false, "pretraining_tp": 2, "rope_interleaved": false, "rope_scaling": null,
+           "rope_theta": 1000000, "tie_word_embeddings": false, "use_cache": true,
+           "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}"#,
+    ),
+    (
+        "mistral",
+        r#""attention_dropout": 0.0, "head_dim": 128, "rope_theta": 1000000.0,
+           "sliding_window": null, "torch_dtype": "bfloat16", "use_cache": true"#,
+    ),
+    (
+        "qwen2",
+        r#""attention_dropout": 0.0, "max_window_layers": 70, "rope_theta": 1000000.0,
+           "sliding_window": 131072, "use_mrope": false, "use_sliding_window": false"#,
+    ),
+    (
+        "qwen3",
+        r#""attention_bias": false, "attention_dropout": 0.0, "max_window_layers": 28,
+           "rope_theta": 1000000, "sliding_window": null, "use_sliding_window": false"#,
+    ),
+    (
+        "mixtral",
+        r#""attention_dropout": 0.0, "num_experts_per_tok": 2, "num_local_experts": 8,
+           "output_router_logits": false, "router_aux_loss_coef": 0.02,
+           "router_jitter_noise": 0.0, "sliding_window": null"#,
+    ),
+    (
+        "qwen2_moe",
+        r#""decoder_sparse_step": 1, "max_window_layers": 21, "moe_intermediate_size": 1408,
+           "norm_topk_prob": false, "num_experts": 60, "num_experts_per_tok": 4,
+           "output_router_logits": false, "router_aux_loss_coef": 0.001,
+           "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+           "use_sliding_window": false"#,
+    ),
+    (
+        "qwen3_moe",
+        r#""attention_bias": false, "decoder_sparse_step": 1, "max_window_layers": 94,
+           "mlp_only_layers": [], "moe_intermediate_size": 1536, "norm_topk_prob": true,
+           "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": false,
+           "sliding_window": null, "use_sliding_window": false"#,
+    ),
+    (
+        "gemma2",
+        r#""attention_bias": false, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+           "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
+           "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 144,
+           "sliding_window": 4096, "sliding_window_size": 4096, "_attn_implementation": "eager""#,
+    ),
+    (
+        "gemma3_text",
+        r#""attn_logit_softcapping": null, "cache_implementation": "hybrid",
+           "final_logit_softcapping": null, "query_pre_attn_scalar": 256,
+           "rope_local_base_freq": 10000, "rope_scaling": null, "sliding_window": 512,
+           "sliding_window_pattern": 6"#,
+    ),
+    (
+        "phi3",
+        r#""attention_bias": false, "embd_pdrop": 0.0, "full_attn_mod": 1, "interpolate_factor": 1,
+           "lm_head_bias": false, "mlp_bias": false, "original_max_position_embeddings": 4096,
+           "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rope_scaling": null,
+           "sliding_window": 262144"#,
+    ),
+    (
+        "olmo2",
+        r#""attention_bias": false, "hidden_act": "silu", "rope_scaling": null,
+           "rope_theta": 500000, "tie_word_embeddings": false"#,
+    ),
+    (
+        "granite",
+        r#""attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+           "mlp_bias": false, "residual_multiplier": 0.22, "rope_theta": 5000000.0"#,
+    ),
+    (
+        "gpt2",
+        r#""n_ctx": 1024, "n_inner": null, "n_special": 0, "predict_special_tokens": true,
+           "reorder_and_upcast_attn": true, "return_dict": false, "summary_activation": null,
+           "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+           "summary_type": "cls_index", "summary_use_proj": true, "use_cache": false"#,
+    ),
+    (
+        "gpt_neox",
+        r#""attention_dropout": 0.0, "classifier_dropout": 0.1, "hidden_dropout": 0.0,
+           "layer_norm_eps": 1e-05, "rotary_emb_base": 10000, "rotary_pct": 1.0,
+           "tie_word_embeddings": false, "use_parallel_residual": false"#,
+    ),
+    (
+        "stablelm",
+        r#""layer_norm_eps": 1e-05, "partial_rotary_factor": 0.25, "qk_layernorm": false,
+           "rope_theta": 10000, "use_parallel_residual": false, "use_qkv_bias": true"#,
+    ),
+];
+
+#[test]
+fn keys_of_public_configs_are_read() {
+    for (family, keys) in PUBLIC {
+        let read = read_text(&format!("{{\"model_type\": \"{family}\", {keys}}}"));
+        assert_eq!(read.unwrap().family, family);
+    }
+    let twice = r#"{"model_type": "gemma2", "sliding_window": 4096, "sliding_window_size": 8}"#;
+    let said = read_text(twice).unwrap_err();
+    assert_eq!(said, "sliding_window_size: expected 4096, found 8");
+}
+
+#[test]
+fn unknown_keys_that_ask_for_nothing_pass() {
+    for keys in [
+        r#""bias": false"#,
+        r#""moe_layers": []"#,
+        r#""no_rope_layers": null"#,
+        r#""num_experts": 0"#,
+        r#""quantization_config": {}"#,
+        r#""router_jitter_noise": -0.0"#,
+        r#""use_sliding_window": false"#,
+        r#""rope_scaling": {"type": "linear", "factor": 2, "pace": 0, "steps": []}"#,
+    ] {
+        read(keys).unwrap();
+    }
+    for (keys, key) in [
+        (r#""bias": true"#, "bias"),
+        (r#""is_causal": false"#, "is_causal"),
+        (r#""moe_layers": [0]"#, "moe_layers"),
+        (r#""norm_first": false"#, "norm_first"),
+        (r#""rank": 1"#, "rank"),
+        (r#""scale_attn_weights": false"#, "scale_attn_weights"),
+        (r#""skip_norms": 0"#, "skip_norms"),
+        (r#""use_qk_norm": false"#, "use_qk_norm"),
+        (r#""use_sliding_window": true"#, "use_sliding_window"),
+        (r#""word": """#, "word"),
+    ] {
+        let said = read(keys).unwrap_err();
+        assert!(
+            said.starts_with(&format!("{key}: expected no such key")),
+            "{said}"
+        );
+    }
 }

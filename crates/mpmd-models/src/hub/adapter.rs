@@ -20,7 +20,7 @@ use crate::family::ParameterSource;
 use crate::hub::adapter_matrices::AdapterMatrices;
 use crate::hub::content::fold;
 use crate::hub::files::{LARGEST_FILE, checked};
-use crate::hub::stored_tensor::{DTYPES, convert};
+use crate::hub::stored_tensor::{DTYPES, convert, not_finite};
 
 /// Prefix of the names in a file of adapters, since `peft` wraps the model twice.
 pub(crate) const WRAPPED: &str = "base_model.model.";
@@ -73,9 +73,9 @@ impl Adapter {
     ///
     /// # Errors
     ///
-    /// If a file is missing, damaged, or leads out of the folder and its hub cache. If the adapter
-    /// is of another kind than LoRA beside weights, such as DoRA. The message names the file, the
-    /// key or tensor, the expected and the found.
+    /// If a file is missing, damaged, or leads out of the folder and its hub cache. If a value is
+    /// infinite or NaN, or the adapter is of another kind than LoRA beside weights, such as DoRA.
+    /// The message names the file, the key or tensor, the expected and the found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let config = AdapterConfig::open(&path)?;
@@ -345,5 +345,8 @@ fn matrix(file: &TensorFile, name: &str) -> Result<(Vec<f32>, [usize; 2])> {
 
     let mut values = vec![0.0; aval.elements()];
     convert(&bytes, aval.dtype(), &mut values);
-    Ok((values, shape))
+    match not_finite(&values) {
+        None => Ok((values, shape)),
+        Some(found) => Err(unexpected(file.path(), name, "finite values", found)),
+    }
 }

@@ -87,6 +87,11 @@ impl FolderContent {
         }
     }
 
+    /// Returns the hash of a file beside the weights. `None` if the folder lacks the file.
+    pub(crate) fn file_hash(&self, name: &str) -> Option<u64> {
+        self.files.get(name).copied().flatten()
+    }
+
     /// Returns an error if `bytes` differ from the file `name` when it was hashed. The error does
     /// not name the path.
     pub(crate) fn check_file(&self, name: &str, bytes: &[u8]) -> std::io::Result<()> {

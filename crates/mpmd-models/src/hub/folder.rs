@@ -19,7 +19,7 @@ use serde_json::{Map, Value};
 use crate::config::{self, ModelConfig};
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
 use crate::error::unexpected;
-use crate::family::{Family, ParameterSource, read};
+use crate::family::{Family, ParameterSource, model_of, read_keys};
 use crate::hub::adapter::Adapter;
 use crate::hub::adapter_matrices::AdapterMatrices;
 use crate::hub::content::{FolderContent, Known, fold};
@@ -27,7 +27,7 @@ pub(crate) use crate::hub::files::{CONFIG, GENERATION, TOKENIZER};
 use crate::hub::files::{FolderTensors, LARGEST_FILE, checked, companions, find};
 use crate::hub::initial::{InitialSettings, InitialValues};
 use crate::hub::stored_tensor::{
-    DTYPES, NonFiniteTensors, ParameterReader, StoredTensor, TensorAdapter, ValueOrigin, are_equal,
+    DTYPES, ParameterReader, StoredTensor, TensorAdapter, ValueOrigin, are_equal,
 };
 use crate::rope::Rope;
 
@@ -37,6 +37,8 @@ pub struct Folder {
     path: PathBuf,
     family: &'static Family,
     config: ModelConfig,
+    /// The keys of `config.json`, as they were when the folder was opened.
+    keys: Arc<Map<String, Value>>,
     /// The names of the files that the folder has beside the weights.
     companions: Vec<&'static str>,
     /// The source of each parameter in the files, and its shape, by the parameter's name.
@@ -49,7 +51,6 @@ pub struct Folder {
     split: Option<u64>,
     read: Arc<AtomicU64>,
     known: Known,
-    not_finite: Arc<NonFiniteTensors>,
     /// The adapter that is added to the weights.
     adapter: Option<Adapter>,
 }
@@ -69,7 +70,8 @@ impl Folder {
     /// found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let (family, mut config) = config_of(&path)?;
+        let keys = keys_of(&path)?;
+        let (family, mut config) = model_of(&path.join(CONFIG), keys.clone())?;
         let companions = companions(&path)?;
         let FolderTensors { list, files, split } = find(&path)?;
         let [table, output] =
@@ -105,6 +107,7 @@ impl Folder {
             path,
             family,
             config,
+            keys: keys.into(),
             companions,
             sources,
             tensors,
@@ -112,7 +115,6 @@ impl Folder {
             split,
             read: Arc::default(),
             known: Known::default(),
-            not_finite: Arc::default(),
             adapter: None,
         };
         if may_be_tied && are_equal(&folder.tensors[&table], &folder.tensors[&output])? {
@@ -132,13 +134,15 @@ impl Folder {
     /// [`Folder::open`] would refuse a file beside the weights.
     pub fn untrained(path: impl Into<PathBuf>, seed: u64) -> Result<Self> {
         let path = path.into();
-        let (family, config) = config_of(&path)?;
+        let keys = keys_of(&path)?;
+        let (family, config) = model_of(&path.join(CONFIG), keys.clone())?;
         let companions = companions(&path)?;
         let sources = sources(&path, family, &config)?;
         let mut folder = Self {
             path,
             family,
             config,
+            keys: keys.into(),
             companions,
             sources,
             tensors: BTreeMap::new(),
@@ -146,10 +150,9 @@ impl Folder {
             split: None,
             read: Arc::default(),
             known: Known::default(),
-            not_finite: Arc::default(),
             adapter: None,
         };
-        let settings = InitialSettings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
+        let settings = InitialSettings::of(&folder.path.join(CONFIG), &folder.keys)?;
         let shapes = needed(folder.sources.values());
         for (param, (source, _)) in &folder.sources {
             for name in source.names() {
@@ -323,40 +326,34 @@ impl Folder {
     ///
     /// If a file is damaged, or its end tokens are not numbers of tokens.
     pub fn end_tokens(&self) -> Result<Vec<u32>> {
-        let of = |name: &str, settings: &Map<String, Value>| {
-            let expected = "the number of a token, or a list of numbers";
-            let found = match settings.get("eos_token_id") {
-                None | Some(Value::Null) => return Ok(None),
-                Some(Value::Array(several)) => several.iter().map(token).collect(),
-                Some(one) => token(one).map(|one| vec![one]),
-            };
-            let wrong = || {
-                let found = &settings["eos_token_id"];
-                unexpected(&self.path.join(name), "eos_token_id", expected, found)
-            };
-            found.map(Some).ok_or_else(wrong)
+        let own = match self.generation_ends()? {
+            Some(own) => Some(own),
+            None => self.config_ends()?,
         };
-        if let Some(own) = of(GENERATION, &self.generation()?)? {
-            return Ok(own);
-        }
-        let config = self.config_values()?;
-        let own = config
-            .as_object()
-            .map(|config| of(CONFIG, config))
-            .transpose()?;
-        Ok(own.flatten().unwrap_or_default())
+        Ok(own.unwrap_or_default())
     }
 
-    /// Returns the JSON value of `config.json`.
+    /// Returns the end tokens in `generation_config.json`. `None` if it has none.
     ///
     /// # Errors
     ///
-    /// If the file has changed since the folder was opened.
-    pub(crate) fn config_values(&self) -> Result<Value> {
-        let failed =
-            |why: &dyn Display| unexpected(&self.path.join(CONFIG), "", config::EXPECTED, why);
-        let bytes = self.small(CONFIG).map_err(|why| failed(&why))?;
-        read_json(&bytes).map_err(|why| failed(&why))
+    /// As for [`end_tokens`](Self::end_tokens).
+    pub(crate) fn generation_ends(&self) -> Result<Option<Vec<u32>>> {
+        ends_of(&self.path.join(GENERATION), &self.generation()?)
+    }
+
+    /// Returns the end tokens in `config.json`. `None` if it has none.
+    ///
+    /// # Errors
+    ///
+    /// As for [`end_tokens`](Self::end_tokens).
+    pub(crate) fn config_ends(&self) -> Result<Option<Vec<u32>>> {
+        ends_of(&self.path.join(CONFIG), &self.keys)
+    }
+
+    /// Returns the keys of `config.json`, as they were when the folder was opened.
+    pub(crate) fn keys(&self) -> &Map<String, Value> {
+        &self.keys
     }
 
     /// Returns the path of the folder.
@@ -530,22 +527,9 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// If the model has no such parameter, or the file cannot be read.
+    /// If the model has no such parameter, the file cannot be read, or a value is infinite or NaN.
     pub(crate) fn read(&self, name: &str, region: &Region, values: &mut [f32]) -> Result<()> {
         self.tied_reader(name)?.read(region, values)
-    }
-
-    /// Reads a region as [`read`](Self::read) does. Logs a warning if values are not finite.
-    pub(crate) fn read_with_warning(
-        &self,
-        name: &str,
-        region: &Region,
-        values: &mut [f32],
-    ) -> Result<()> {
-        let reader = self.tied_reader(name)?;
-        reader.read(region, values)?;
-        self.not_finite.note(&self.path, &reader, region, values);
-        Ok(())
     }
 
     /// Returns the reader of a parameter. If the model is tied, its output is read from the
@@ -578,22 +562,18 @@ impl Folder {
     }
 
     /// Issues the loading of a parameter as an f32 array on the devices of `sharding`. Each owner
-    /// of a device reads only its own regions, and converts bf16 and f16. It logs a warning for
-    /// tensors with values that are not finite.
+    /// of a device reads only its own regions, and converts bf16 and f16.
     ///
     /// # Errors
     ///
     /// As for [`Program::array_from_fn`], and if the model has no such parameter. If the file
-    /// cannot be read, the array fails instead.
+    /// cannot be read, or a value is infinite or NaN, the array fails instead.
     pub fn load(&self, p: &mut Program, name: &str, sharding: &Sharding) -> Result<MpmdArray> {
         let reader = self.reader(name)?;
         let aval = self.sources[name].1.clone();
         let known = self.known.clone();
-        let not_finite = self.not_finite.clone();
-        let path = self.path.clone();
         p.array_from_fn(aval, sharding, move |region, mut view| {
             reader.read_into(region, &mut view)?;
-            not_finite.note(&path, &reader, region, view.as_mut_slice::<f32>()?);
             // A file may have changed since the processes have compared it.
             let Some(Ok(content)) = known.get() else {
                 return Ok(());
@@ -605,17 +585,33 @@ impl Folder {
     }
 }
 
+/// Returns the end tokens in the settings of a file. `None` if they have none.
+fn ends_of(file: &Path, settings: &Map<String, Value>) -> Result<Option<Vec<u32>>> {
+    const KEY: &str = "eos_token_id";
+    let found = match settings.get(KEY) {
+        None | Some(Value::Null) => return Ok(None),
+        Some(found) => found,
+    };
+    let tokens = match found {
+        Value::Array(several) => several.iter().map(token).collect(),
+        one => token(one).map(|one| vec![one]),
+    };
+    let expected = "the number of a token, or a list of numbers";
+    let wrong = || unexpected(file, KEY, expected, found);
+    tokens.map(Some).ok_or_else(wrong)
+}
+
 /// Returns a token of a JSON value. `None` if the value is no number of a token.
 fn token(value: &Value) -> Option<u32> {
     u32::try_from(value.as_u64()?).ok()
 }
 
 /// Checks and reads `config.json` of the folder `path`.
-fn config_of(path: &Path) -> Result<(&'static Family, ModelConfig)> {
+fn keys_of(path: &Path) -> Result<Map<String, Value>> {
     let file = path.join(CONFIG);
     checked(path, CONFIG, config::LARGEST_FILE)
         .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
-    read(&file)
+    read_keys(&file)
 }
 
 /// Returns the source in the files and the shape of each parameter of a model.

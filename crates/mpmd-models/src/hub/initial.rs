@@ -6,7 +6,7 @@ use mpmd::Result;
 use mpmd::aval::DType;
 use mpmd::random::{Key, normal_f32};
 use mpmd::region::Region;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::config::{ModelConfig, NormKind};
 use crate::error::unexpected;
@@ -37,22 +37,23 @@ impl InitialSettings {
     /// # Errors
     ///
     /// If a value is invalid. The message names `file`.
-    pub(crate) fn of(file: &Path, map: &Value) -> Result<Self> {
-        let wrong = |key, expected| unexpected(file, key, expected, &map[key]);
-        let deviation = match &map["initializer_range"] {
+    pub(crate) fn of(file: &Path, map: &Map<String, Value>) -> Result<Self> {
+        let value = |key| map.get(key).unwrap_or(&Value::Null);
+        let wrong = |key, expected| unexpected(file, key, expected, value(key));
+        let deviation = match value("initializer_range") {
             Value::Null => 0.02,
             given => given
                 .as_f64()
                 .filter(|given| (0.0..=1.0).contains(given))
                 .ok_or_else(|| wrong("initializer_range", "a standard deviation from 0 to 1"))?,
         };
-        let key = if map["dtype"].is_null() {
+        let key = if value("dtype").is_null() {
             "torch_dtype"
         } else {
             "dtype"
         };
-        let dtype = match map[key].as_str().unwrap_or_default() {
-            "" if map[key].is_null() => DType::F32,
+        let dtype = match value(key).as_str().unwrap_or_default() {
+            "" if value(key).is_null() => DType::F32,
             "float32" => DType::F32,
             "bfloat16" => DType::Bf16,
             "float16" => DType::F16,
@@ -66,16 +67,6 @@ impl InitialSettings {
 }
 
 impl InitialValues {
-    /// Returns values that are all 0.
-    #[cfg(test)]
-    pub(crate) fn zeros() -> Self {
-        Self {
-            key: Key(0),
-            mean: 0.0,
-            deviation: 0.0,
-        }
-    }
-
     /// Returns the first values of the tensor `name` for the parameter `param`.
     ///
     /// Norms begin as the identity, biases are zero, and weights are normal with the config's

@@ -1,6 +1,5 @@
 //! The tensors of a model's files, and the reading of parameters from them.
 
-use std::collections::BTreeSet;
 use std::iter;
 use std::ops::Range;
 use std::path::Path;
@@ -13,8 +12,8 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::kernel::ViewMut;
 use mpmd::region::Region;
 use mpmd::train::tensors::TensorFile;
-use mpmd_base::block::Mutex;
 
+use crate::error::unexpected;
 use crate::family::{ParameterSource, TensorRows};
 use crate::hub::adapter_matrices::AdapterMatrices;
 use crate::hub::initial::InitialValues;
@@ -51,51 +50,12 @@ pub(crate) enum ValueOrigin {
     New(InitialValues),
 }
 
-/// Largest number of tensors with values that are not finite for which warnings are logged.
-const MOST_NAMED: usize = 3;
-
-/// The names of the tensors in which infinite or NaN values were read.
-#[derive(Debug, Default)]
-pub(crate) struct NonFiniteTensors(Mutex<BTreeSet<String>>);
-
-impl NonFiniteTensors {
-    /// Records the tensors of `reader` that have infinite or NaN values in `region`. `values` has
-    /// the elements of the region. Logs a warning for each of the first [`MOST_NAMED`] such
-    /// tensors.
-    pub(crate) fn note(
-        &self,
-        path: &Path,
-        reader: &ParameterReader,
-        region: &Region,
-        values: &[f32],
-    ) {
-        if are_finite(values) {
-            return;
-        }
-
-        for name in reader.names_of(region, values) {
-            let mut names = self.0.lock();
-            if !names.insert(name.to_owned()) {
-                continue;
-            }
-            let path = path.display();
-            let rest = match names.len() {
-                ..MOST_NAMED => "",
-                MOST_NAMED => "; further tensors are not named",
-                _ => continue,
-            };
-            tracing::warn!(
-                "{path}: the tensor {name} has values that are not finite (NaN or infinity), and \
-                 so have results that depend on them{rest}"
-            );
-        }
-    }
-}
-
-/// True if all values are finite. Checks whole blocks without a branch for each value.
-fn are_finite(values: &[f32]) -> bool {
-    let is_finite = |block: &[f32]| block.iter().fold(true, |all, one| all & one.is_finite());
-    values.chunks(1 << 12).all(is_finite)
+/// Returns the first value that is infinite or NaN. `None` if all values are finite. Checks whole
+/// blocks without a branch for each value.
+pub(crate) fn not_finite(values: &[f32]) -> Option<f32> {
+    let is_finite = |block: &&[f32]| block.iter().fold(true, |all, one| all & one.is_finite());
+    let block = values.chunks(1 << 12).find(|block| !is_finite(block))?;
+    block.iter().copied().find(|value| !value.is_finite())
 }
 
 /// Reads regions of one parameter from the tensors that it is stored in.
@@ -109,6 +69,10 @@ pub(crate) struct ParameterReader {
 
 impl ParameterReader {
     /// Reads a region of the parameter as f32, row-major.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read, or a value is infinite or NaN.
     pub(crate) fn read(&self, region: &Region, values: &mut [f32]) -> Result<()> {
         if self.source.stacked.is_none() {
             return self.counted(0, region).read(&self.source, region, values);
@@ -123,6 +87,10 @@ impl ParameterReader {
     }
 
     /// Reads a region of the parameter into the memory of an f32 array.
+    ///
+    /// # Errors
+    ///
+    /// As for [`read`](Self::read).
     pub(crate) fn read_into(&self, region: &Region, view: &mut ViewMut<'_>) -> Result<()> {
         let ParameterSource {
             rows,
@@ -137,34 +105,17 @@ impl ParameterReader {
             && !is_transposed
             && *rows == all
             && aval.dtype() == DType::F32
-            && let StoredTensor {
+            && let tensor @ StoredTensor {
                 origin: ValueOrigin::File(file),
                 name,
                 adapter: None,
                 ..
             } = self.counted(0, region)
         {
-            return file.read(name, region, view.as_bytes_mut());
+            file.read(name, region, view.as_bytes_mut())?;
+            return tensor.check_finite(view.as_mut_slice()?, "finite values");
         }
         self.read(region, view.as_mut_slice()?)
-    }
-
-    /// Returns the names of the tensors that have values that are not finite in `region`. `values`
-    /// has the elements of the region.
-    fn names_of(&self, region: &Region, values: &[f32]) -> Vec<&str> {
-        let Some(first) = region
-            .ranges()
-            .next()
-            .filter(|_| self.source.stacked.is_some())
-        else {
-            return vec![&self.tensors[0].name];
-        };
-        let each = values.len() / first.len().max(1);
-        let parts = first.zip(values.chunks(each.max(1)));
-        parts
-            .filter(|(_, values)| !are_finite(values))
-            .map(|(tensor, _)| &*self.tensors[tensor].name)
-            .collect()
     }
 
     /// Returns the tensor of this index, and counts the bytes of its region as read.
@@ -193,6 +144,18 @@ impl StoredTensor {
         match &self.origin {
             ValueOrigin::File(file) => Some(file.path()),
             ValueOrigin::New(_) => None,
+        }
+    }
+
+    /// Returns an error if a value is infinite or NaN. `values` are some elements of the tensor, or
+    /// their sums with an adapter, as `expected` says.
+    fn check_finite(&self, values: &[f32], expected: &str) -> Result<()> {
+        match not_finite(values) {
+            None => Ok(()),
+            Some(found) => {
+                let file = self.path().unwrap_or(Path::new("a new model"));
+                Err(unexpected(file, &self.name, expected, found))
+            }
         }
     }
 
@@ -241,11 +204,13 @@ impl StoredTensor {
                     bytes.resize(values.len() * dtype.size(), 0);
                     file.read(&self.name, &block, &mut bytes)?;
                     convert(&bytes, dtype, values);
+                    self.check_finite(values, "finite values")?;
                 }
             }
 
             if let Some(adapter) = &self.adapter {
                 adapter.matrices.add(&block, adapter.is_transposed, values);
+                self.check_finite(values, "finite sums with the adapter")?;
             }
         }
         Ok(())
@@ -349,24 +314,32 @@ mod tests {
 
     use super::*;
 
+    /// Writes the tensor `a` with these bytes to a temporary file.
+    fn stored(
+        aval: ShapedArray,
+        values: impl Iterator<Item = u8>,
+    ) -> (tempfile::NamedTempFile, StoredTensor) {
+        let arrays = [("a".to_owned(), aval.clone())];
+        let (mut bytes, _) = header(&arrays, &BTreeMap::new()).unwrap();
+        bytes.extend(values);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), bytes).unwrap();
+        let stored = StoredTensor {
+            origin: ValueOrigin::File(TensorFile::open(file.path()).unwrap()),
+            name: "a".to_owned(),
+            aval,
+            adapter: None,
+        };
+        (file, stored)
+    }
+
     #[test]
     fn tensors_of_several_blocks_are_read_in_order() {
         let (height, width) = (1300, 500);
         let at = |row: usize, column: usize| bf16::from_f32((row * 7 + column * 3) as f32 % 256.0);
         let values = (0..height).flat_map(|row| (0..width).map(move |column| at(row, column)));
         let aval = ShapedArray::new(&[height, width], DType::Bf16);
-        let arrays = [("a".to_owned(), aval.clone())];
-        let (mut bytes, _) = header(&arrays, &BTreeMap::new()).unwrap();
-        bytes.extend(values.flat_map(|value| value.to_le_bytes()));
-        let file = tempfile::NamedTempFile::new().unwrap();
-        fs::write(file.path(), bytes).unwrap();
-        let file = TensorFile::open(file.path()).unwrap();
-        let stored = StoredTensor {
-            origin: ValueOrigin::File(file),
-            name: "a".to_owned(),
-            aval,
-            adapter: None,
-        };
+        let (_file, stored) = stored(aval, values.flat_map(|value| value.to_le_bytes()));
         for is_transposed in [false, true] {
             // The parameter is the tensor without its first rows or columns.
             let (rows, columns) = if is_transposed {
@@ -398,41 +371,42 @@ mod tests {
     }
 
     #[test]
-    fn tensors_with_values_that_are_not_finite_are_named() {
-        let stored = |name: &str| StoredTensor {
-            origin: ValueOrigin::New(InitialValues::zeros()),
-            name: name.to_owned(),
-            aval: ShapedArray::new(&[2, 3], DType::F32),
-            adapter: None,
+    fn values_that_are_not_finite_are_refused_by_tensor() {
+        let shape = [3, 5000];
+        let bytes_of = |dtype, value: f32| match dtype {
+            DType::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+            DType::Bf16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+            _ => value.to_le_bytes().to_vec(),
         };
-        let reader = |stacked: Option<usize>| ParameterReader {
-            source: ParameterSource {
-                name: "*".to_owned(),
-                stacked,
-                rows: TensorRows::block(0, 2),
-                is_transposed: false,
-            },
-            tensors: ["a", "b", "c"].map(stored).into(),
-            read: Arc::default(),
-        };
+        for dtype in [DType::F32, DType::Bf16, DType::F16] {
+            for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let aval = ShapedArray::new(&shape, dtype);
+                let value = |at| if at == 12_345 { wrong } else { 60_000.0 };
+                let values = (0..aval.elements()).flat_map(|at| bytes_of(dtype, value(at)));
+                let (file, stored) = stored(aval, values);
+                let reader = ParameterReader {
+                    source: ParameterSource {
+                        name: "a".to_owned(),
+                        stacked: None,
+                        rows: TensorRows::block(0, shape[0]),
+                        is_transposed: false,
+                    },
+                    tensors: vec![stored],
+                    read: Arc::default(),
+                };
 
-        let found = NonFiniteTensors::default();
-        let note = |reader: &ParameterReader, region: &[Range<usize>], values: &[f32]| {
-            found.note(
-                Path::new("m"),
-                reader,
-                &Region::new(region.to_vec()),
-                values,
-            );
-            found.0.lock().iter().cloned().collect::<Vec<_>>()
-        };
-
-        let stack = [1..3, 0..1, 0..2];
-        let none = note(&reader(Some(3)), &stack, &[1.0, -2.0, f32::MAX, 0.0]);
-        assert_eq!(none, [""; 0]);
-        let last = note(&reader(Some(3)), &stack, &[1.0, 2.0, 3.0, f32::NAN]);
-        assert_eq!(last, ["c"]);
-        let alone = note(&reader(None), &[0..1, 0..2], &[f32::NEG_INFINITY, 0.0]);
-        assert_eq!(alone, ["a", "c"]);
+                let read = |rows: Range<usize>| {
+                    let region = Region::new(vec![rows, 0..shape[1]]);
+                    reader.read(&region, &mut vec![0.0; region.elements()])
+                };
+                read(0..2).unwrap();
+                let said = read(1..3).unwrap_err().to_string();
+                let file = file.path().display();
+                assert_eq!(
+                    said,
+                    format!("{file}: a: expected finite values, found {wrong}")
+                );
+            }
+        }
     }
 }

@@ -18,7 +18,7 @@ const OUT_OF_ORDER: u32 = u32::MAX - 2;
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
 pub enum Unchosen {
     /// The largest logit is no finite number.
-    #[error("the model's logits are not finite: its weights are not, or its activations overflow")]
+    #[error("the model's logits are not finite: its activations overflow")]
     NotFinite,
     /// A pass did not continue the sequence at the position where the previous pass ended.
     #[error("a pass does not continue the sequence where the one before has ended")]

@@ -9,6 +9,7 @@ pub(crate) mod choice;
 pub(crate) mod generator;
 pub(crate) mod inference_state;
 pub(crate) mod pass;
+pub(crate) mod same_model;
 pub(crate) mod sample;
 pub(crate) mod stage_loader;
 pub(crate) mod stage_times;
@@ -206,8 +207,10 @@ impl Inference {
     ///
     /// # Errors
     ///
-    /// If the folder is invalid or its model has another config, or as for
-    /// [`Program::assert_same`].
+    /// If the folder is invalid, or a value is infinite or NaN. If config, tokenizer, end tokens or
+    /// chat templates differ from those of the model in use, as far as both folders have them. Every
+    /// process gets the error of the first one with an error, and none has the version. As for
+    /// [`Program::assert_same`] if the processes have read different weights.
     pub fn read_weights(&self, p: &mut Program, folder: &Path, version: u64) -> Result<()> {
         let devices = p.topology().devices_of(p.process()).to_vec();
         let what = FolderVersion {
@@ -215,14 +218,22 @@ impl Inference {
             version,
         };
         let read = take_folder(&self.loaders, &devices, &what);
-        let hash = match &read {
-            Ok(hash) => format!("hash {hash:016x}"),
-            Err(why) => format!("an error: {why}"),
-        };
+        let own = read.as_ref().err().map(ToString::to_string);
+        let errors = p.gather_value(None, || Ok(own))?;
+        let error = errors.into_iter().flatten().next();
+        if error.is_some() || read.is_err() {
+            self.loaders
+                .iter()
+                .for_each(|loader| loader.retire(version));
+        }
+        if let Some(why) = error {
+            return Err(Error::Environment(why));
+        }
+        // In a dry run each process has its own error alone.
+        let hash = read?;
         p.assert_same(format!(
-            "weights of a folder as version {version}, with {hash}"
-        ))?;
-        read.map(drop)
+            "weights of a folder as version {version}, with hash {hash:016x}"
+        ))
     }
 
     /// Starts to read another folder's weights as version `version`, on threads of their own. Every
@@ -239,7 +250,8 @@ impl Inference {
 
     /// Issues operations that tell process 0 whether every process has read the folder's weights.
     /// If all have, their version becomes [`WeightVersions::newest`] on process 0. If one failed,
-    /// [`WeightVersions::failure`] has the reason.
+    /// [`WeightVersions::failure`] has the reason, and every process must [`retire`](Self::retire)
+    /// the version, since others may have read it.
     ///
     /// # Errors
     ///

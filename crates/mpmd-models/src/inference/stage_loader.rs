@@ -2,6 +2,7 @@
 //! computes a pass on the state of a device (`inference_state`).
 
 use std::collections::BTreeMap;
+use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -25,6 +26,9 @@ use crate::inference::pass::{CHOICE_ROW, InferencePass, NONE, choice_rows};
 use crate::inference::stage_times::StageClock;
 use crate::inference::weight_store::{PackedKey, ReadRegion, WeightSource, WeightStore, held_as};
 use crate::rope::RopeAngles;
+
+/// Number of elements that are read at once where values are only checked.
+const CHECKED_AT_ONCE: usize = 1 << 18;
 
 /// The layers of an inference stage, and how its devices hold and compute them.
 pub(crate) struct StageSpec<'a> {
@@ -324,7 +328,7 @@ impl StageLoader {
     /// Returns a source of the folder's weights.
     fn of_folder(&self) -> WeightSource {
         let folder = self.folder.clone();
-        Arc::new(move |name, region, values| folder.read_with_warning(name, region, values))
+        Arc::new(move |name, region, values| folder.read(name, region, values))
     }
 
     /// Returns the stage's layers with the weights of a version, for a pass on this device.
@@ -375,11 +379,35 @@ impl StageLoader {
         let places = self.mesh.devices().iter().enumerate();
         for (place, device) in places.filter(|(_, device)| devices.contains(device)) {
             if self.on_device {
+                // Its passes read the values later, when a refusal would come too late.
+                self.check(*device, &**source)?;
                 self.weights.lock().insert_source(version, source.clone());
             } else {
                 let part = Arc::new(self.read(*device, &**source)?);
                 let key = self.key(version, place);
                 self.weights.lock().insert_packed(key, part);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads all values of a device once, some rows at a time, and keeps none.
+    ///
+    /// # Errors
+    ///
+    /// As for `source`.
+    fn check(&self, device: DeviceId, source: &ReadRegion) -> Result<()> {
+        let mut values = Vec::new();
+        for (name, region) in self.regions(self.layers.clone(), device)? {
+            let rows = region.range(0);
+            let width = (region.elements() / rows.len().max(1)).max(1);
+            let step = (CHECKED_AT_ONCE / width).max(1);
+            for start in rows.clone().step_by(step) {
+                let part = start..rows.end.min(start + step);
+                let ranges = iter::once(part).chain(region.ranges().skip(1));
+                let part = Region::new(ranges.collect());
+                values.resize(part.elements(), 0.0);
+                source(&name, &part, &mut values)?;
             }
         }
         Ok(())

@@ -16,12 +16,15 @@ use mpmd::{DeviceId, Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::Mutex;
 
 use crate::hub::folder::Folder;
+use crate::hub::stored_tensor::not_finite;
+use crate::inference::same_model::check_same_model;
 use crate::inference::stage_loader::StageLoader;
 use crate::inference::weight_store::WeightSource;
+use crate::text::tokens::boundary;
 
 /// Number of 32-bit words in the state of a process that reads a folder: a code, then either the
 /// hash of the weights, or the length and bytes of an error message.
-const STATE_WORDS: usize = 2 + 64;
+const STATE_WORDS: usize = 2 + 256;
 
 /// Number of low bits of a version that hold its number. The bits above tell its source.
 const NUMBER: u32 = 48;
@@ -266,8 +269,12 @@ enum RegionError {
     NotReceived(#[from] NotReceived),
     #[error("{name} is of {dtype}")]
     OtherType { name: String, dtype: DType },
-    #[error("{name} {region} has values that are not finite")]
-    NotFinite { name: String, region: Region },
+    #[error("{name} {region}: expected finite values, found {found}")]
+    NotFinite {
+        name: String,
+        region: Region,
+        found: f32,
+    },
 }
 
 /// Reads a region of a received array as `f32`.
@@ -305,11 +312,12 @@ fn read_leaf(
 
 /// Returns an error if a value is infinite or NaN.
 fn check_finite(name: &str, region: &Region, values: &[f32]) -> Result<(), RegionError> {
-    match values.iter().all(|value| value.is_finite()) {
-        true => Ok(()),
-        false => Err(RegionError::NotFinite {
+    match not_finite(values) {
+        None => Ok(()),
+        Some(found) => Err(RegionError::NotFinite {
             name: name.to_owned(),
             region: region.clone(),
+            found,
         }),
     }
 }
@@ -477,21 +485,14 @@ pub(super) fn take_folder(
 ) -> Result<u64> {
     let folder = Folder::open(&what.folder)?;
     let hash = folder.content()?.of_weights();
-    if loaders
-        .iter()
-        .any(|loader| loader.folder.config() != folder.config())
-    {
-        let path = what.folder.display();
-        return Err(Error::Environment(format!(
-            "{path}: its model has another config"
-        )));
+    // All loaders have one folder.
+    if let Some(loader) = loaders.first() {
+        check_same_model(&loader.folder, &folder)?;
     }
 
     let checked = folder.clone();
     let source: WeightSource = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
-        folder.read(name, region, values)?;
-        check_finite(name, region, values)
-            .map_err(|why| Error::Environment(format!("{}: {why}", folder.path().display())))
+        folder.read(name, region, values)
     });
     loaders
         .iter()
@@ -509,7 +510,8 @@ fn write_state(state: &FolderReading, to: &mut [u32]) {
             to[..3].copy_from_slice(&[1, *hash as u32, (hash >> 32) as u32])
         }
         FolderReading::Failed(why) => {
-            let bytes = &why.as_bytes()[..why.len().min((STATE_WORDS - 2) * 4)];
+            let most = boundary(why, why.len().min((STATE_WORDS - 2) * 4));
+            let bytes = &why.as_bytes()[..most];
             to[0] = 2;
             to[1] = bytes.len() as u32;
             for (word, bytes) in to[2..].iter_mut().zip(bytes.chunks(4)) {

@@ -3,8 +3,12 @@
 pub(crate) mod conversation;
 pub(crate) mod examples;
 pub(crate) mod neutral;
+mod piece_rule;
 pub(crate) mod prompts;
 pub(crate) mod stream;
 pub(crate) mod template;
+pub(crate) mod token_bytes;
+pub(crate) mod token_decoder;
 pub(crate) mod token_file;
+mod token_window;
 pub(crate) mod tokens;

@@ -2,65 +2,105 @@
 
 use std::sync::Arc;
 
-use mpmd::{Error, Result};
-use tokenizers::Tokenizer;
+use mpmd::Result;
 
-/// The text of generated tokens as it grows, up to the first stop text. Holds back the end of the
-/// text while it may become another character or a stop text.
+use super::token_decoder::{TokenDecoder, TokenEffect};
+use super::token_window::TokenContext;
+
+/// The text of generated tokens behind a prompt as it grows, up to the first stop text. Prompt and
+/// text together are the text of all tokens. Holds back the end of the text while it may become
+/// another character or a stop text.
+///
+/// A character that begins in the prompt and ends in the new tokens is part of the new text.
 pub struct TextStream {
-    tokenizer: Arc<Tokenizer>,
+    decoder: Arc<TokenDecoder>,
     stops: Vec<String>,
-    /// The last tokens. Earlier ones are included since a token's text depends on those before it.
-    tokens: Vec<u32>,
-    /// Number of tokens in `tokens` that are already in `text`.
-    known: usize,
+    /// The stop texts that contain the text of a special token.
+    special_stops: Vec<String>,
+    context: TokenContext,
+    /// The first bytes of an unfinished character.
+    unfinished: Vec<u8>,
+    /// Number of bytes in `unfinished` that the prompt has.
+    of_prompt: usize,
     text: String,
+    /// Number of characters in `text`.
+    characters: usize,
     /// Number of bytes of `text` that were returned.
     given: usize,
+    /// The end of the text with special tokens, if there are stop texts with these.
+    spelled: SpelledText,
     is_stopped: bool,
 }
 
-impl TextStream {
-    /// Creates an empty text with these stop texts. Empty stop texts are ignored.
-    pub fn new(tokenizer: Arc<Tokenizer>, mut stops: Vec<String>) -> Self {
-        stops.retain(|stop| !stop.is_empty());
-        let tokens = Vec::new();
-        let text = String::new();
-        Self {
-            tokenizer,
-            stops,
-            tokens,
-            known: 0,
-            text,
-            given: 0,
-            is_stopped: false,
-        }
-    }
+/// A text with its special tokens spelled out.
+#[derive(Default)]
+struct SpelledText {
+    text: String,
+    /// For each byte of `text` whether it is in the text without special tokens.
+    is_shown: Vec<bool>,
+}
 
-    /// Appends a token. Returns the new text that can no longer change.
+impl TextStream {
+    /// Creates an empty text behind the tokens of a prompt, with these stop texts. Empty stop texts
+    /// are ignored.
     ///
     /// # Errors
     ///
-    /// If the tokenizer fails.
+    /// If the decoder of the tokenizer fails.
+    pub fn new(decoder: Arc<TokenDecoder>, prompt: &[u32], mut stops: Vec<String>) -> Result<Self> {
+        stops.retain(|stop| !stop.is_empty());
+        let special_stops = stops.iter().filter(|stop| decoder.has_special(stop));
+        let special_stops = special_stops.cloned().collect();
+
+        let mut unfinished = Vec::new();
+        let context = TokenContext::behind(&decoder, prompt, &mut unfinished)?;
+        take_characters(&mut unfinished);
+        let of_prompt = unfinished.len();
+        Ok(Self {
+            decoder,
+            stops,
+            special_stops,
+            context,
+            unfinished,
+            of_prompt,
+            text: String::new(),
+            characters: 0,
+            given: 0,
+            spelled: SpelledText::default(),
+            is_stopped: false,
+        })
+    }
+
+    /// Appends a token. Returns the new text that can no longer change. Costs as much as the token
+    /// and the stop texts are long, however long the text is.
+    ///
+    /// # Errors
+    ///
+    /// If the decoder of the tokenizer fails.
     pub fn push(&mut self, token: u32) -> Result<&str> {
-        self.tokens.push(token);
-        let more = self.more()?;
-        if !more.is_empty() && !more.ends_with('\u{fffd}') {
-            self.text += &more;
-            self.tokens.drain(..self.known);
-            self.known = self.tokens.len();
-        }
+        self.spell_special(token);
+        let bytes = self.context.add(&self.decoder, token)?;
+        self.unfinished.extend(bytes);
+        self.grow(false);
         Ok(self.give(false))
+    }
+
+    /// Appends a token that ends the text, which adds nothing to it. Returns the new text that can
+    /// no longer change. Call [`Self::end`] afterwards.
+    pub fn push_end(&mut self, token: u32) -> &str {
+        self.spell_special(token);
+        self.give(false)
     }
 
     /// Returns the rest of the text. Call it after the last token.
     ///
     /// # Errors
     ///
-    /// If the tokenizer fails.
+    /// If the decoder of the tokenizer fails.
     pub fn end(&mut self) -> Result<&str> {
-        self.text += &self.more()?;
-        self.known = self.tokens.len();
+        let bytes = self.context.end(&self.decoder)?;
+        self.unfinished.extend(bytes);
+        self.grow(true);
         Ok(self.give(true))
     }
 
@@ -74,34 +114,133 @@ impl TextStream {
         &self.text[..self.given]
     }
 
-    /// Returns the text that the last tokens add to `text`.
-    fn more(&self) -> Result<String> {
-        let decode = |tokens: &[u32]| {
-            let text = self.tokenizer.decode(tokens, true);
-            text.map_err(|why| Error::Environment(format!("the tokenizer: {why}")))
-        };
-        let before = decode(&self.tokens[..self.known])?;
-        let all = decode(&self.tokens)?;
-        Ok(all.get(before.len()..).unwrap_or_default().to_owned())
+    /// Returns the number of characters in the text of the tokens so far, also those that are held
+    /// back. An unfinished character is not counted.
+    pub fn characters(&self) -> usize {
+        self.characters
     }
 
+    /// Returns the bytes that a token would add to the text here, perhaps a part of a character.
+    /// Those of a special token, which adds nothing, are its text.
+    ///
+    /// # Errors
+    ///
+    /// If the decoder of the tokenizer fails.
+    pub fn bytes_of(&self, token: u32) -> Result<Vec<u8>> {
+        self.context.bytes_of(&self.decoder, token)
+    }
+
+    /// Spells out a special token for stop texts that contain such tokens.
+    fn spell_special(&mut self, token: u32) {
+        if !self.special_stops.is_empty()
+            && let TokenEffect::Special(special) = self.decoder.effect(token)
+        {
+            self.spelled.add(special, false);
+        }
+    }
+
+    /// Moves finished characters to the text; at its end all bytes.
+    fn grow(&mut self, is_end: bool) {
+        let mut more = take_characters(&mut self.unfinished);
+        if is_end && !self.unfinished.is_empty() {
+            self.unfinished.clear();
+            more.push(char::REPLACEMENT_CHARACTER);
+        }
+        if more.is_empty() {
+            return;
+        }
+        // The prompt's text has the replacement of a character that has not become one.
+        if self.of_prompt > 0
+            && let Some(rest) = more.strip_prefix(char::REPLACEMENT_CHARACTER)
+        {
+            more = rest.to_owned();
+        }
+        self.of_prompt = 0;
+
+        self.characters += more.chars().count();
+        self.text += &more;
+        if !self.special_stops.is_empty() {
+            self.spelled.add(&more, true);
+        }
+    }
+
+    /// Returns the text up to the first stop text, or else up to the last character that cannot
+    /// begin one.
     fn give(&mut self, is_end: bool) -> &str {
         let from = self.given;
-        if !self.is_stopped {
-            let rest = &self.text[from..];
-            let stop = self.stops.iter().filter_map(|stop| rest.find(stop)).min();
-            self.is_stopped = stop.is_some();
-            let held = self
-                .stops
-                .iter()
-                .map(|stop| overlap(rest, stop))
-                .max()
-                .unwrap_or(0);
-            let held = if is_end { 0 } else { held };
-            self.given += stop.unwrap_or(rest.len() - held);
+        if self.is_stopped {
+            return "";
         }
+
+        let rest = &self.text[from..];
+        let spelled = &self.spelled;
+        let spelled_stops = self.special_stops.iter();
+        let spelled_stops = spelled_stops.filter_map(|stop| spelled.text.find(stop));
+        let shown_before = |at| rest.len().saturating_sub(spelled.shown_from(at));
+        let stops = self.stops.iter().filter_map(|stop| rest.find(stop));
+        let stop = stops.chain(spelled_stops.map(shown_before)).min();
+
+        let held = self.stops.iter().map(|stop| overlap(rest, stop));
+        let spelled_held = self.special_stops.iter().map(|stop| {
+            let begun = overlap(&spelled.text, stop);
+            spelled.shown_from(spelled.text.len() - begun)
+        });
+        let held = held.chain(spelled_held).max().unwrap_or(0);
+        let held = if is_end { 0 } else { held };
+        self.is_stopped = stop.is_some();
+        self.given += stop.unwrap_or(rest.len() - held);
+
+        let longest = self.special_stops.iter().map(String::len).max();
+        self.spelled.keep_end(longest.unwrap_or(0));
         &self.text[from..self.given]
     }
+}
+
+impl SpelledText {
+    fn add(&mut self, text: &str, is_shown: bool) {
+        self.text += text;
+        self.is_shown.resize(self.text.len(), is_shown);
+    }
+
+    /// Returns the number of bytes from `at` on that are in the text without special tokens.
+    fn shown_from(&self, at: usize) -> usize {
+        self.is_shown[at..].iter().filter(|shown| **shown).count()
+    }
+
+    /// Removes all but the last bytes, at least `most` of them.
+    fn keep_end(&mut self, most: usize) {
+        let mut start = self.text.len().saturating_sub(most);
+        while !self.text.is_char_boundary(start) {
+            start -= 1;
+        }
+        self.text.drain(..start);
+        self.is_shown.drain(..start);
+    }
+}
+
+/// Removes and returns the characters at the start of `bytes`, invalid parts as U+FFFD. Leaves the
+/// bytes of a last character that is not finished.
+fn take_characters(bytes: &mut Vec<u8>) -> String {
+    let mut text = String::new();
+    let mut read = 0;
+    let mut unfinished = 0;
+    for chunk in bytes.utf8_chunks() {
+        let invalid = chunk.invalid();
+        text += chunk.valid();
+        read += chunk.valid().len() + invalid.len();
+        if read == bytes.len() && is_unfinished(invalid) {
+            unfinished = invalid.len();
+        } else if !invalid.is_empty() {
+            text.push(char::REPLACEMENT_CHARACTER);
+        }
+    }
+    bytes.drain(..bytes.len() - unfinished);
+    text
+}
+
+/// True if more bytes may turn these into a character.
+fn is_unfinished(bytes: &[u8]) -> bool {
+    std::str::from_utf8(bytes).is_err_and(|why| why.error_len().is_none())
 }
 
 /// Returns the length of the longest suffix of `text` that is a prefix of `stop`, in bytes.
@@ -114,86 +253,4 @@ fn overlap(text: &str, stop: &str) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{Folder, tokenizer};
-
-    fn folder(name: &str) -> Arc<Tokenizer> {
-        let path = format!("{}/tests/folders/{name}", env!("CARGO_MANIFEST_DIR"));
-        Arc::new(tokenizer(&Folder::open(path).unwrap()).unwrap())
-    }
-
-    /// Returns the parts in which a text is given out, and whether it was stopped.
-    fn parts(tokenizer: &Arc<Tokenizer>, tokens: &[u32], stops: &[&str]) -> (Vec<String>, bool) {
-        let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
-        let mut text = TextStream::new(tokenizer.clone(), stops);
-        let mut parts: Vec<String> = tokens
-            .iter()
-            .map(|token| text.push(*token).unwrap().to_owned())
-            .collect();
-        parts.push(text.end().unwrap().to_owned());
-        assert_eq!(parts.concat(), text.given());
-        (parts, text.is_stopped())
-    }
-
-    #[test]
-    fn parts_are_together_what_all_tokens_are() {
-        let long = "  A näive café — 日本語 🙂🙂, \u{fffd} twice  two.\n\n\tEnd ";
-        for name in [
-            "plain", "gemma2", "gpt2", "phi3", "neox", "qwen2", "mistral",
-        ] {
-            let tokenizer = folder(name);
-            let tokens = tokenizer.encode(long, true).unwrap().get_ids().to_vec();
-            for end in 0..=tokens.len() {
-                let (parts, is_stopped) = parts(&tokenizer, &tokens[..end], &[]);
-                let whole = tokenizer.decode(&tokens[..end], true).unwrap();
-                assert_eq!(
-                    (parts.concat(), is_stopped),
-                    (whole, false),
-                    "{name}, {end} tokens"
-                );
-            }
-        }
-    }
-
-    #[test]
-    fn characters_of_several_tokens_are_given_out_whole() {
-        let tokenizer = folder("gpt2");
-        let tokens = tokenizer.encode("a🙂b", false).unwrap().get_ids().to_vec();
-        assert!(tokens.len() > 3);
-        let (parts, _) = parts(&tokenizer, &tokens, &[]);
-        assert!(
-            parts.iter().all(|part| !part.contains('\u{fffd}')),
-            "{parts:?}"
-        );
-    }
-
-    #[test]
-    fn stops_over_several_tokens_are_cut_and_never_begun() {
-        let tokenizer = folder("gpt2");
-        for (text, stops, expected) in [
-            ("one two three", &["o th"] as &[&str], "one tw"),
-            ("one two three", &["three", "two"], "one "),
-            ("one two three", &["two", "one two"], ""),
-            ("one two three", &["threefold"], "one two three"),
-            ("ein 🙂 und 🙁", &["🙂 u"], "ein "),
-            ("ein 🙂 und 🙁", &["🙁🙁", "x"], "ein 🙂 und 🙁"),
-            ("aaab", &["aab"], "a"),
-            ("text", &[""], "text"),
-        ] {
-            let tokens = tokenizer.encode(text, false).unwrap().get_ids().to_vec();
-            let (parts, is_stopped) = parts(&tokenizer, &tokens, stops);
-            assert_eq!(parts.concat(), expected, "{text} {stops:?}");
-            assert_eq!(is_stopped, expected.len() < text.len());
-        }
-        // Nothing is given out that a later token may turn into a stop.
-        let tokens = tokenizer.encode("ab", false).unwrap().get_ids().to_vec();
-        let mut text = TextStream::new(tokenizer, vec!["abc".to_owned()]);
-        assert!(
-            tokens
-                .iter()
-                .all(|token| text.push(*token).unwrap().is_empty())
-        );
-        assert_eq!(text.end().unwrap(), "ab");
-    }
-}
+mod tests;

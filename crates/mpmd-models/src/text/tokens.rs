@@ -10,7 +10,6 @@ use mpmd::sharding::Sharding;
 use mpmd::train::data::{SEPARATOR, TextBytes, TokenSource};
 use mpmd::train::tensors::read_json;
 use mpmd::{Error, ProcessId, Program, Result};
-use serde::de::IgnoredAny;
 use tokenizers::{Encoding, ModelWrapper, Tokenizer};
 
 use crate::error::unexpected;
@@ -36,9 +35,8 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
     let json = folder
         .small(TOKENIZER)
         .map_err(|why| unexpected(&file, "", expected, why))?;
-    read_json::<IgnoredAny>(&json).map_err(|why| unexpected(&file, "", expected, why))?;
-    let mut tokenizer =
-        Tokenizer::from_bytes(json).map_err(|why| unexpected(&file, "", expected, why))?;
+    let mut tokenizer: Tokenizer =
+        read_json(&json).map_err(|why| unexpected(&file, "", expected, why))?;
     let unset = tokenizer.with_padding(None).with_truncation(None).map(drop);
     unset.map_err(|why| unexpected(&file, "", expected, why))?;
     // Some trainings leave it in the file. The tokens would differ from call to call.
@@ -204,7 +202,7 @@ fn is_border(tokenizer: &Tokenizer, text: &str, border: Border) -> Result<bool> 
 }
 
 /// Returns the largest character boundary up to byte `at`.
-fn boundary(text: &str, at: usize) -> usize {
+pub(crate) fn boundary(text: &str, at: usize) -> usize {
     (0..=at)
         .rev()
         .find(|at| text.is_char_boundary(*at))

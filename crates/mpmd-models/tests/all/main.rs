@@ -11,6 +11,7 @@ mod given;
 mod guide;
 mod inputs;
 mod new;
+mod other_weights;
 mod saving;
 mod scores;
 mod strangers;

@@ -110,8 +110,7 @@ pub(crate) fn run(
             .map(|nats| nats.to_string());
         if let Some(nats) = p.broadcast_value(ProcessId(0), None, || Ok(not_finite))? {
             return Err(Rejected(format!(
-                "error: the loss of {} in {} is {nats}: the model has values that are not finite, \
-                 or its activations overflow",
+                "error: the loss of {} in {} is {nats}: its activations overflow",
                 file.display(),
                 folder.path().display()
             ))

@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::client::{Answer, LONG};
-use crate::folders::{change, copy, path};
+use crate::folders::{Tensor, change, copy, path};
 use crate::serve::{Serving, process_of, processes};
 
 /// Returns the processes that a launcher has started, except process 0 of the job.
@@ -140,24 +140,28 @@ fn check_replaced_once(serving: &Serving) {
     assert!(metrics.contains("mpmd_recoveries_total 1\n"), "{metrics}");
 }
 
-/// The token whose row of the embedding has values that are not finite.
-const POISONED: u32 = 7;
+/// Returns the tensor of this name.
+fn tensor<'a>(tensors: &'a mut [Tensor], name: &str) -> &'a mut Tensor {
+    let found = tensors.iter_mut().find(|(other, ..)| other == name);
+    found.unwrap()
+}
+
+/// The token whose keys overflow: its embedding alone has a value in the column that the first norm
+/// makes very large.
+const POISONED: usize = 7;
 
 #[test]
 fn request_without_finite_logits_ends_no_other_at_a_loss() {
     let folder = copy("plain");
     change(folder.path(), |tensors| {
-        let name = "model.embed_tokens.weight";
-        let (_, aval, bytes) = tensors
-            .iter_mut()
-            .find(|(other, ..)| other == name)
-            .unwrap();
-        let row = 4 * aval.shape()[1];
-        let row = &mut bytes[POISONED as usize * row..][..row];
-        row.as_chunks_mut()
-            .0
-            .iter_mut()
-            .for_each(|value| *value = f32::NAN.to_le_bytes());
+        let table = tensor(tensors, "model.embed_tokens.weight");
+        let row = 4 * table.1.shape()[1];
+        for (token, row) in table.2.chunks_mut(row).enumerate() {
+            let first: f32 = if token == POISONED { 1.0 } else { 0.0 };
+            row[..4].copy_from_slice(&first.to_le_bytes());
+        }
+        let norm = tensor(tensors, "model.layers.0.input_layernorm.weight");
+        norm.2[..4].copy_from_slice(&f32::MAX.to_le_bytes());
     });
     let model = folder.path().to_str().unwrap();
     let serving = Serving::start_with(&["--model", model, "--stages", "2", "--front", "--elastic"]);
@@ -166,7 +170,7 @@ fn request_without_finite_logits_ends_no_other_at_a_loss() {
         good["temperature"] = json!(0);
         serving.send("POST", "/v1/completions", &good)
     };
-    let ask_bad = || serving.send("POST", "/v1/completions", &ask(&[POISONED], 50, 0));
+    let ask_bad = || serving.send("POST", "/v1/completions", &ask(&[POISONED as u32], 50, 0));
     let undisturbed: Vec<Value> = (8..16).map(|first| tokens(&ask_good(first))).collect();
 
     thread::scope(|scope| {

@@ -109,6 +109,25 @@ fn text_ends_at_a_stop_or_an_end_token() {
 }
 
 #[test]
+fn text_keeps_what_a_decoder_strips_at_the_start_of_a_text() {
+    let folder = copy("plain");
+    let args = ["--prompt", "A kernel", "--tokens", "8", "--json"];
+    let generated = || parsed(&printed(folder.path(), 1, &args));
+    let before = generated();
+    let first = before.1.chars().next().unwrap();
+    assert_ne!(first, 'A');
+
+    let file = folder.path().join("tokenizer.json");
+    let mut tokenizer: serde_json::Value =
+        serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let strip = serde_json::json!({ "type": "Strip", "content": first, "start": 1, "stop": 0 });
+    let bytes = tokenizer["decoder"].take();
+    tokenizer["decoder"] = serde_json::json!({ "type": "Sequence", "decoders": [bytes, strip] });
+    fs::write(&file, tokenizer.to_string()).unwrap();
+    assert_eq!(generated(), before);
+}
+
+#[test]
 fn chat_template_makes_the_prompt() {
     let folder = copy("plain");
     let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\

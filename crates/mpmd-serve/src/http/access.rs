@@ -7,6 +7,7 @@ use mpmd::launch::read_private;
 use subtle::{Choice, ConstantTimeEq as _};
 
 use super::failure::HttpFailure;
+use super::origins::AllowedOrigins;
 use super::settings::{FrontError, KeyFile};
 
 /// Limit on the size of a file of keys, in bytes.
@@ -16,9 +17,9 @@ const LARGEST_FILE: usize = 64 << 10;
 pub(super) enum Access {
     /// Clients with one of these keys.
     Keys(Vec<String>),
-    /// Programs on this host, without a key. Web pages of other servers in a browser on this host
-    /// are refused.
-    ThisHost,
+    /// Programs on this host, without a key. In a browser on this host, web pages of other servers
+    /// are refused unless their origin is allowed.
+    ThisHost(AllowedOrigins),
     /// Every client that can connect.
     All,
 }
@@ -61,7 +62,7 @@ impl Access {
     pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), HttpFailure> {
         match self {
             Self::Keys(keys) => check_key(keys, headers),
-            Self::ThisHost => check_host(headers),
+            Self::ThisHost(origins) => check_host(headers, origins),
             Self::All => Ok(()),
         }
     }
@@ -95,7 +96,7 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), HttpFailure> {
 
 /// Refuses requests that a browser on this host sends for a web page of another server. They have
 /// the page's `Origin`, or a `Host` name that the page has pointed at this host.
-fn check_host(headers: &HeaderMap) -> Result<(), HttpFailure> {
+fn check_host(headers: &HeaderMap, allowed: &AllowedOrigins) -> Result<(), HttpFailure> {
     let text = |name| {
         headers
             .get(name)
@@ -115,9 +116,13 @@ fn check_host(headers: &HeaderMap) -> Result<(), HttpFailure> {
         || address
             .parse::<std::net::IpAddr>()
             .is_ok_and(|address| address.is_loopback());
-    let origin = text(header::ORIGIN).map(|origin| origin.split_once("://").unwrap_or_default().1);
+    let is_own_page = |origin: &str| {
+        let server = origin.split_once("://").unwrap_or_default().1;
+        server.eq_ignore_ascii_case(host)
+    };
+    let is_allowed = |origin: &str| is_own_page(origin) || allowed.allows(origin);
 
-    match is_own && origin.is_none_or(|origin| origin.eq_ignore_ascii_case(host)) {
+    match is_own && text(header::ORIGIN).is_none_or(is_allowed) {
         true => Ok(()),
         false => {
             let why = "a page of another server sent this: without API keys only this server's \

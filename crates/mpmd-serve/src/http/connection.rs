@@ -25,6 +25,7 @@ use super::LAST;
 use super::failure::HttpFailure;
 use super::idle_connections::{ConnectionUse, IdleConnections, LAST_BYTES};
 use super::library_answer::{HEAD_BYTES, LibraryAnswers, MOST_HEADERS};
+use super::origins::AllowedOrigins;
 use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
 use super::request_log::{RequestLog, RequestRecord};
@@ -76,14 +77,11 @@ pub(super) fn reserve_descriptors(connections: usize) -> Result<(), FrontError> 
 /// Accepts the connections that `next` returns, until the sender of `ended` is dropped. Then waits
 /// for their last bytes.
 ///
-/// If there are more than `most` connections, closes the one that has been idle for the longest
-/// time. Each request has a line in `log`.
+/// If there are more than `most` connections, closes one that is idle.
 pub(super) async fn accept(
     mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<TcpStream>> + Send,
-    routes: Router,
     most: usize,
-    log: RequestLog,
-    queue: RequestQueue,
+    shares: ConnectionShares,
     mut ended: watch::Receiver<()>,
 ) {
     let permits = Arc::new(Semaphore::new(most));
@@ -106,10 +104,9 @@ pub(super) async fn accept(
                 let client = ClientConnection {
                     stream,
                     connection_use,
-                    log,
-                    queue: queue.clone(),
+                    shares: shares.clone(),
                 };
-                let connection = connection(client, routes.clone(), ended.clone());
+                let connection = connection(client, ended.clone());
                 tokio::spawn(async move {
                     connection.await;
                     drop(permit);
@@ -133,23 +130,37 @@ pub(super) async fn accept(
     .await;
 }
 
+/// The parts of a server that its connections share.
+#[derive(Clone)]
+pub(super) struct ConnectionShares {
+    pub(super) routes: Router,
+    pub(super) origins: Arc<AllowedOrigins>,
+    /// Has a line for each request.
+    pub(super) log: RequestLog,
+    /// Counts the answers.
+    pub(super) queue: RequestQueue,
+}
+
 /// A newly accepted connection.
 struct ClientConnection {
     stream: TcpStream,
     connection_use: Arc<ConnectionUse>,
-    log: RequestLog,
-    /// Counts the answers.
-    queue: RequestQueue,
+    shares: ConnectionShares,
 }
 
 /// Answers the requests of a connection until its end.
-async fn connection(client: ClientConnection, routes: Router, mut ended: watch::Receiver<()>) {
+async fn connection(client: ClientConnection, mut ended: watch::Receiver<()>) {
     let ClientConnection {
         stream,
         connection_use,
+        shares,
+    } = client;
+    let ConnectionShares {
+        routes,
+        origins,
         log,
         queue,
-    } = client;
+    } = shares;
     // Else each event would wait for the acknowledgement of the one before.
     _ = stream.set_nodelay(true);
 
@@ -158,20 +169,28 @@ async fn connection(client: ClientConnection, routes: Router, mut ended: watch::
     let asked = peer.clone();
     let used = connection_use.clone();
     let counting = queue.clone();
+    let allowed = origins.clone();
     let service = service_fn(move |request: Request<Incoming>| {
         let guard = used.begin();
         let record = log.begin(request.method(), request.uri().path());
+        let origin = allowed.of_request(request.headers());
+        let preflight = allowed.preflight(&request);
         let answer = answer(routes.clone(), asked.clone(), record.clone(), request);
         let counting = counting.clone();
+        let allowed = allowed.clone();
         async move {
-            let reply = answer.await?;
+            let mut reply = match preflight {
+                Some(reply) => reply,
+                None => answer.await?,
+            };
+            allowed.name_in(&mut reply, origin);
             counting.count_answer(reply.status());
             record.answer(reply.status());
             Ok::<_, io::Error>(guard.until_end_of(reply, record))
         }
     });
     let paced = PacedConnection::new(peer.clone(), SLOWEST);
-    let stream = LibraryAnswers::new(paced, peer.clone(), connection_use.clone(), queue);
+    let stream = LibraryAnswers::new(paced, peer.clone(), connection_use.clone(), queue, origins);
     let connection = Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD)
@@ -189,10 +208,16 @@ async fn connection(client: ClientConnection, routes: Router, mut ended: watch::
         _ = ended.changed() => connection.as_mut().graceful_shutdown(),
         () = connection_use.end() => {
             connection.as_mut().graceful_shutdown();
+            // A connection that owes no bytes ends at once, unless its next request is here.
+            let last = match connection_use.has_unflushed() {
+                true => LAST_BYTES,
+                false => Duration::ZERO,
+            };
             tokio::select! {
+                biased;
                 _ = connection.as_mut() => return,
                 () = peer.failure() => return,
-                () = sleep(LAST_BYTES) => {}
+                () = sleep(last) => {}
             }
             // A request may have come meanwhile.
             if !connection_use.has_request() {
@@ -292,8 +317,13 @@ mod tests {
         answer.lines().next().unwrap_or_default().to_owned()
     }
 
-    fn unused_queue() -> RequestQueue {
-        queue(QueueLimits::default()).0
+    fn shares(routes: Router) -> ConnectionShares {
+        ConnectionShares {
+            routes,
+            origins: Arc::new(AllowedOrigins::Any),
+            log: RequestLog { is_on: false },
+            queue: queue(QueueLimits::default()).0,
+        }
     }
 
     #[tokio::test]
@@ -311,14 +341,7 @@ mod tests {
         };
         let routes = Router::new().route("/", get(async || "here"));
         let (end, ended) = watch::channel(());
-        let accept = tokio::spawn(accept(
-            next,
-            routes,
-            1,
-            RequestLog { is_on: false },
-            unused_queue(),
-            ended,
-        ));
+        let accept = tokio::spawn(accept(next, 1, shares(routes), ended));
         for _ in 0..2 {
             let client = TcpStream::connect(address).await.unwrap();
             let found = timeout(Duration::from_secs(60), status(client)).await;
@@ -361,14 +384,7 @@ mod tests {
             .route("/", get(async || "here"))
             .route("/held", get(held));
         let (_end, ended) = watch::channel(());
-        tokio::spawn(accept(
-            next,
-            routes,
-            3,
-            RequestLog { is_on: false },
-            unused_queue(),
-            ended,
-        ));
+        tokio::spawn(accept(next, 3, shares(routes), ended));
 
         // One has a request, one has nothing, and one half a head.
         let mut busy = TcpStream::connect(address).await.unwrap();

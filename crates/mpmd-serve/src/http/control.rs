@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::failure::HttpFailure;
 use super::fields::Fields;
+use super::request_readers::ReadingCost;
 use super::routes::{Answer, Shares, parse};
 use crate::queue::{Denied, PauseMode, WeightInfo};
 
@@ -55,7 +56,7 @@ pub(super) async fn pause(State(shared): Shares, uri: Uri, body: Body) -> Answer
         fields.end().map(|()| mode)
     };
 
-    let mode = mode.or(parse(&shared, body, in_body).await?);
+    let mode = mode.or(parse(&shared, body, ReadingCost::Short, in_body).await?);
     shared.queue.pause(mode.unwrap_or(PauseMode::Abort)).await?;
     Ok(Json(json!({ "status": "paused" })).into_response())
 }
@@ -119,7 +120,7 @@ pub(super) async fn update_weight_version(State(shared): Shares, body: Body) -> 
         fields.end().map(|()| label)
     };
 
-    let label = parse(&shared, body, label).await?;
+    let label = parse(&shared, body, ReadingCost::Short, label).await?;
     shared.queue.set_label(&label);
     Ok(Json(json!({ "weight_version": label })).into_response())
 }
@@ -134,7 +135,7 @@ pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
         allowed(&path, &weights)
     };
 
-    let path = parse(&shared, body, path).await?;
+    let path = parse(&shared, body, ReadingCost::Short, path).await?;
     let version = shared.queue.load(path).await?;
     let label = shared.queue.weights().label;
     Ok(Json(json!({ "version": version, "weight_version": &*label })).into_response())

@@ -62,9 +62,16 @@ impl HttpFailure {
     /// Returns the error for a request that the server is too busy to take.
     pub(super) fn busy(message: impl Into<String>) -> Self {
         let failure = Self::new(StatusCode::TOO_MANY_REQUESTS, message);
+        failure
+            .code("rate_limit_exceeded")
+            .retry(Duration::from_secs(1))
+    }
+
+    /// Returns the error with the time after which the client may try again.
+    pub(super) fn retry(self, retry: Duration) -> Self {
         Self {
-            retry: Some(Duration::from_secs(1)),
-            ..failure.code("rate_limit_exceeded")
+            retry: Some(retry),
+            ..self
         }
     }
 

@@ -5,21 +5,13 @@ use std::ops::RangeInclusive;
 
 use mpmd::train::tensors::{JsonError, read_json};
 use mpmd_models::{Conversation, ConversationError, ConversationFault};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::failure::HttpFailure;
+use super::neutral_fields::is_neutral;
 
-/// Names of fields that are ignored, since they change no reply.
-const HARMLESS: [&str; 6] = [
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "user",
-];
 /// Largest length of a value that an error message quotes, in characters.
-const SHOWN: usize = 60;
+pub(super) const SHOWN: usize = 60;
 
 /// The JSON fields of a request that have not been taken.
 pub(super) struct Fields<'a> {
@@ -100,30 +92,28 @@ impl<'a> Fields<'a> {
             most => format!("a whole number from {least} to {most}"),
         };
         self.take(name, &expected, |value| {
-            value
-                .as_u64()
-                .filter(|count| range.contains(count))
-                .and_then(|count| usize::try_from(count).ok())
+            let count = u64::try_from(whole(value)?).ok()?;
+            let count = Some(count).filter(|count| range.contains(count))?;
+            usize::try_from(count).ok()
         })
     }
 
-    /// Returns an error if a field is left that may change the reply.
-    pub(super) fn end(self) -> Result<(), HttpFailure> {
-        let neutral = |name: &str, value: &Value| match name {
-            "best_of" | "n" => *value == 1,
-            "echo" | "store" => *value == false,
-            "suffix" => *value == "",
-            "logit_bias" => *value == json!({}),
-            "tools" => *value == json!([]),
-            "tool_choice" => *value == "none" || *value == "auto",
-            "response_format" => *value == json!({ "type": "text" }),
-            _ => HARMLESS.contains(&name) || value.is_null(),
-        };
-
+    /// Returns an error if a field is left that asks for something.
+    pub(super) fn end(mut self) -> Result<(), HttpFailure> {
+        for (choice, list) in [("tool_choice", "tools"), ("function_call", "functions")] {
+            // None of the list may be called.
+            if self
+                .fields
+                .get(choice)
+                .is_some_and(|choice| choice == "none")
+            {
+                self.fields.remove(list);
+            }
+        }
         match self
             .fields
             .iter()
-            .find(|(name, value)| !value.is_null() && !neutral(name, value))
+            .find(|(name, value)| !is_neutral(name, value))
         {
             None => Ok(()),
             Some((name, value)) => {
@@ -136,8 +126,23 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Returns the error for a body that is no JSON, or repeats a key. A repeated key is the field at
-/// fault.
+/// Returns a whole number, which may be written as `5.0`. `None` for all other values, and for
+/// those beyond 2^53 that are not written as whole numbers.
+pub(super) fn whole(value: &Value) -> Option<i128> {
+    const EXACT: f64 = (1u64 << 53) as f64;
+    if let Some(whole) = value.as_u64() {
+        return Some(whole.into());
+    }
+    if let Some(whole) = value.as_i64() {
+        return Some(whole.into());
+    }
+    let number = value.as_f64()?;
+    let is_whole = number.fract() == 0.0 && number.abs() <= EXACT;
+    is_whole.then_some(number as i128)
+}
+
+/// Returns the error for a body that is no JSON, or repeats a key. The field at fault is the
+/// repeated key, or the key whose value is no JSON.
 fn invalid_json(why: JsonError) -> HttpFailure {
     match why {
         JsonError::RepeatedKey { key, line, column } => {
@@ -146,6 +151,12 @@ fn invalid_json(why: JsonError) -> HttpFailure {
                 format!("expected once in its object, found again at line {line} column {column}");
             HttpFailure::field(key, why)
         }
-        JsonError::Invalid(why) => HttpFailure::invalid(format!("the body: expected JSON: {why}")),
+        JsonError::Invalid(why) => {
+            let said = format!("expected JSON: {}", why.fault());
+            match &why.key {
+                Some(key) => HttpFailure::field(key.chars().take(SHOWN).collect::<String>(), said),
+                None => HttpFailure::invalid(format!("the body: {said}")),
+            }
+        }
     }
 }

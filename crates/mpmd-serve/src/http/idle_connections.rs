@@ -1,4 +1,5 @@
-//! Connections without a request: the oldest ends when a new one needs its place.
+//! Connections without a request: one ends when a new one needs its place, first of all one that
+//! has sent no request yet.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -28,21 +29,30 @@ pub(super) struct IdleConnections {
 
 #[derive(Debug, Default)]
 struct IdleTickets {
-    /// Number of times that a connection has become idle: the last ticket.
+    /// Number of times that a connection has become idle: the number of the last ticket.
     tickets: u64,
-    /// The idle connections by ticket, with the signal that closes each.
-    connections: BTreeMap<u64, Arc<Notify>>,
+    /// The idle connections, with the signal that closes each. Those that end first come first.
+    connections: BTreeMap<IdleTicket, Arc<Notify>>,
+}
+
+/// The place of an idle connection in the order in which they end.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct IdleTicket {
+    /// True if the connection has had a request.
+    was_used: bool,
+    number: u64,
 }
 
 impl IdleConnections {
     /// Waits for a permit for a newly accepted connection. Meanwhile closes idle connections, one
-    /// at a time, the longest idle first. `None` if the semaphore is closed.
+    /// at a time: first those without a request so far, then the others, the longest idle first.
+    /// `None` if the semaphore is closed.
     pub(super) async fn make_room(&self, permits: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
         loop {
             if let Ok(permit) = permits.clone().try_acquire_owned() {
                 return Some(permit);
             }
-            let ends = self.end_oldest();
+            let ends = self.end_first();
             let next_try = async {
                 match ends {
                     true => sleep(2 * LAST_BYTES).await,
@@ -56,10 +66,10 @@ impl IdleConnections {
         }
     }
 
-    /// Signals the longest idle connection to close. Returns false if no connection is idle.
-    fn end_oldest(&self) -> bool {
-        let oldest = self.waiting.lock().connections.pop_first();
-        oldest.is_some_and(|(_, signal)| {
+    /// Signals one idle connection to close. Returns false if no connection is idle.
+    fn end_first(&self) -> bool {
+        let first = self.waiting.lock().connections.pop_first();
+        first.is_some_and(|(_, signal)| {
             signal.notify_one();
             true
         })
@@ -79,8 +89,10 @@ pub(super) struct ConnectionUse {
 struct ConnectionUseState {
     /// The ticket of an idle connection in [`IdleTickets`]. The listener may have removed it from
     /// there.
-    ticket: Option<u64>,
+    ticket: Option<IdleTicket>,
     has_request: bool,
+    /// True if the connection has had a request.
+    was_used: bool,
     /// True from the start of a request until the last byte of its reply is flushed.
     has_unflushed: bool,
 }
@@ -101,6 +113,7 @@ impl ConnectionUse {
     pub(super) fn begin(self: &Arc<Self>) -> RequestGuard {
         let mut state = self.state.lock();
         state.has_request = true;
+        state.was_used = true;
         state.has_unflushed = true;
         if let Some(ticket) = state.ticket.take() {
             self.idle.waiting.lock().connections.remove(&ticket);
@@ -133,7 +146,10 @@ impl ConnectionUse {
         let mut state = self.state.lock();
         let mut waiting = self.idle.waiting.lock();
         waiting.tickets += 1;
-        let ticket = waiting.tickets;
+        let ticket = IdleTicket {
+            was_used: state.was_used,
+            number: waiting.tickets,
+        };
         waiting.connections.insert(ticket, self.end.clone());
         state.ticket = Some(ticket);
         state.has_request = false;

@@ -13,6 +13,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::failure::HttpFailure;
 use super::idle_connections::ConnectionUse;
+use super::origins::AllowedOrigins;
 use super::paced_connection::PacedConnection;
 use super::peer_socket::PeerSocket;
 use crate::queue::RequestQueue;
@@ -29,6 +30,8 @@ pub(super) struct LibraryAnswers {
     connection_use: Arc<ConnectionUse>,
     /// Counts the answers.
     queue: RequestQueue,
+    /// The origins whose pages may read the answers.
+    origins: Arc<AllowedOrigins>,
     /// Bytes of an answer in place of the library's that are not yet written.
     unwritten: Vec<u8>,
 }
@@ -39,12 +42,14 @@ impl LibraryAnswers {
         peer: Arc<PeerSocket>,
         connection_use: Arc<ConnectionUse>,
         queue: RequestQueue,
+        origins: Arc<AllowedOrigins>,
     ) -> Self {
         Self {
             connection,
             peer,
             connection_use,
             queue,
+            origins,
             unwritten: Vec::new(),
         }
     }
@@ -78,13 +83,17 @@ impl LibraryAnswers {
 }
 
 /// Returns the bytes of an error's answer, after which the connection ends.
-fn answer_bytes(failure: &HttpFailure) -> Vec<u8> {
+fn answer_bytes(failure: &HttpFailure, origins: &AllowedOrigins) -> Vec<u8> {
     let status = failure.status_code();
     let body = failure.body().to_string();
     let reason = status.canonical_reason().unwrap_or_default();
+    let origin = origins.of_unreadable();
+    let origin = origin.map_or_else(String::new, |(name, origin)| {
+        format!("{name}: {origin}\r\n")
+    });
     let head = format!(
         "HTTP/1.1 {} {reason}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
-         connection: close\r\n\r\n",
+         {origin}connection: close\r\n\r\n",
         status.as_u16(),
         body.len()
     );
@@ -123,7 +132,7 @@ impl AsyncWrite for LibraryAnswers {
         };
 
         this.queue.count_answer(failure.status_code());
-        this.unwritten = answer_bytes(&failure);
+        this.unwritten = answer_bytes(&failure, &this.origins);
         // The rest of the client's bytes is dropped, so that it gets the answer.
         this.peer.leave_unread();
         Poll::Ready(Ok(from.iter().map(|bytes| bytes.len()).sum()))

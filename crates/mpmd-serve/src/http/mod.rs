@@ -7,13 +7,20 @@ mod failure;
 mod fields;
 mod idle_connections;
 mod library_answer;
+mod neutral_fields;
+mod origins;
 mod paced_connection;
 mod parsed_request;
 mod peer_socket;
+mod prompt_list;
 mod reply;
+mod reply_list;
 mod request_log;
+mod request_readers;
+mod request_settings;
 mod routes;
 mod settings;
+mod token_logprobs;
 
 use std::io;
 use std::net::SocketAddr;
@@ -27,19 +34,19 @@ use mpmd_base::block::Mutex;
 use mpmd_base::{StopRequest, StopRequests};
 use tokio::net::TcpSocket;
 use tokio::runtime::Handle;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use crate::log_target::LOG_TARGET;
 use crate::model::Model;
 use crate::queue::RequestQueue;
-use connection::{accept, reserve_descriptors};
+use connection::{ConnectionShares, accept, reserve_descriptors};
 use request_log::RequestLog;
+use request_readers::{READER_THREADS, RequestReaders};
 use routes::{EndpointState, bodies, routes};
 pub use settings::{FrontError, FrontSettings, KeyFile};
 
-/// Number of threads for connections. Also the number for reading requests: one for long bodies,
-/// and one for all others.
+/// Number of threads for connections.
 const THREADS: usize = 2;
 /// Largest number of connections that the system holds before they are accepted.
 const BACKLOG: u32 = 1024;
@@ -91,7 +98,7 @@ impl Front {
         reserve_descriptors(settings.max_connections)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
-            .max_blocking_threads(THREADS)
+            .max_blocking_threads(READER_THREADS)
             .thread_name("http")
             .enable_all()
             .build()
@@ -105,6 +112,7 @@ impl Front {
         };
         let address = listener.local_addr().map_err(listen_failed)?;
 
+        let origins = Arc::new(doors.origins);
         let routes = routes(EndpointState {
             model: Arc::new(model),
             description: settings.description.clone(),
@@ -114,7 +122,7 @@ impl Front {
             weights: doors.weights.into(),
             body: usize::try_from(settings.max_body).unwrap_or(usize::MAX),
             bodies: bodies(),
-            long_body: Arc::new(Semaphore::new(1)),
+            readers: RequestReaders::default(),
             most: settings.max_tokens,
         });
 
@@ -133,7 +141,13 @@ impl Front {
                 let accepted = listener.poll_accept(cx);
                 accepted.map_ok(|(stream, _)| stream)
             };
-            let accept = accept(next, routes, connections, log, queue.clone(), ended);
+            let shares = ConnectionShares {
+                routes,
+                origins,
+                log,
+                queue: queue.clone(),
+            };
+            let accept = accept(next, connections, shares, ended);
             let accept = runtime.spawn(accept);
             runtime.block_on(drained(&queue, asked, drain));
             drop(end);

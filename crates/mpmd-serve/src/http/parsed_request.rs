@@ -3,24 +3,14 @@
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
 use axum::http::StatusCode;
-use mpmd_models::{Conversation, Day, InvalidSetting, Sampling};
-use serde_json::Value;
+use mpmd_models::{Conversation, Day};
 
 use super::failure::HttpFailure;
-use super::fields::Fields;
+use super::fields::{Fields, SHOWN};
+use super::prompt_list::{NamedPrompt, prompts};
+use super::request_settings::{TokenLimit, WantedSampling, logprobs, stop_tokens, stops, usage};
 use crate::model::Model;
 use crate::request::TextRequest;
-
-/// Largest number of stop texts in a request.
-const MOST_STOPS: usize = 16;
-/// Largest size of a stop text, in bytes.
-const STOP_BYTES: usize = 256;
-/// Largest number of most probable tokens that a client can request for each token.
-const LOGPROBS: u64 = 20;
-/// Largest length of a key that an error message quotes, in characters.
-const SHOWN: usize = 60;
-/// Default number of new tokens of a completion, as at OpenAI.
-const COMPLETION: usize = 16;
 
 /// The form of a request and its reply: a completion or a chat.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -29,9 +19,20 @@ pub(super) enum ReplyForm {
     Chat,
 }
 
-/// A request that has been read from JSON, and the form of its reply.
+/// The limits of a server on requests.
+#[derive(Clone, Copy)]
+pub(super) struct RequestLimits {
+    /// Largest number of new tokens of a choice. `None` without a limit.
+    pub(super) tokens: Option<usize>,
+    /// Largest number of requests that wait.
+    pub(super) waiting: usize,
+}
+
+/// A request for one choice of a reply, and the form of the reply.
 pub(super) struct ParsedRequest {
     pub(super) form: ReplyForm,
+    /// The place of the choice in the reply: that of its prompt in a list of prompts.
+    pub(super) index: usize,
     pub(super) request: TextRequest,
     /// The stop texts. The reply ends before the first one that occurs.
     pub(super) stops: Vec<String>,
@@ -44,240 +45,91 @@ pub(super) struct ParsedRequest {
 }
 
 impl ParsedRequest {
-    /// Reads a request from a JSON body. `most` is the largest number of new tokens that the server
-    /// allows.
+    /// Reads the requests from a JSON body, one for each prompt.
     pub(super) fn of(
         body: &[u8],
         form: ReplyForm,
         model: &Model,
-        most: Option<usize>,
-    ) -> Result<Self, HttpFailure> {
+        limits: RequestLimits,
+    ) -> Result<Vec<Self>, HttpFailure> {
         let mut fields = Fields::of(body)?;
         check_model(&mut fields, model)?;
-        let sampling = sampling(&mut fields, model)?;
+        let mut sampling = WantedSampling::of(&mut fields, model)?;
         let streams = fields.flag("stream", false)?;
         let has_usage = usage(&mut fields, streams)?;
         let stops = stops(&mut fields)?;
         let has_ids = fields.flag("return_token_ids", false)?;
-        let ends = match fields.flag("ignore_eos", false)? {
+        let mut ends = match fields.flag("ignore_eos", false)? {
             true => Vec::new(),
             false => model.ends.clone(),
         };
-        let logprobs = match form {
-            ReplyForm::Completion => fields.count("logprobs", 0..=LOGPROBS)?,
-            ReplyForm::Chat => chat_logprobs(&mut fields)?,
-        };
+        ends.extend(stop_tokens(&mut fields, model.vocab)?);
+        let logprobs = logprobs(&mut fields, form)?;
         let limit = TokenLimit::of(&mut fields, form)?;
-        let (source, name) = match form {
-            ReplyForm::Completion => (text_source(&mut fields)?, "prompt"),
-            ReplyForm::Chat => (chat_source(&mut fields)?, "messages"),
+        let prompts = match form {
+            ReplyForm::Completion => prompts(&mut fields, limits.waiting)?,
+            ReplyForm::Chat => vec![NamedPrompt {
+                name: "messages".to_owned(),
+                source: chat_source(&mut fields)?,
+            }],
         };
 
         // The costly part comes last.
         fields.end()?;
-        let prompt = tokens(&source, name, model, Some(model.positions))?;
-        let room = model.positions.saturating_sub(prompt.len());
-        if room == 0 {
-            let why = format!("{} tokens; {}", prompt.len(), length_limit(model.positions));
-            return Err(HttpFailure::field(name, why).code("context_length_exceeded"));
-        }
-        let most = room.min(most.unwrap_or(usize::MAX));
-        limit.check(most, prompt.len(), model.positions)?;
-
-        let own = if form == ReplyForm::Chat {
-            most
-        } else {
-            most.min(COMPLETION)
+        let choice = |(index, prompt): (usize, NamedPrompt)| {
+            let NamedPrompt { name, source } = prompt;
+            let prompt = tokens(&source, &name, model, Some(model.positions))?;
+            let room = model.positions.saturating_sub(prompt.len());
+            if room == 0 {
+                let why = format!("{} tokens; {}", prompt.len(), length_limit(model.positions));
+                return Err(HttpFailure::field(name, why).code("context_length_exceeded"));
+            }
+            let most = room.min(limits.tokens.unwrap_or(usize::MAX));
+            let request = TextRequest {
+                max_tokens: limit.behind(prompt.len(), most, form, model.positions)?,
+                prompt,
+                sampling: sampling.next(),
+                ends: ends.clone(),
+                logprobs,
+            };
+            Ok(Self {
+                form,
+                index,
+                request,
+                stops: stops.clone(),
+                streams,
+                has_usage,
+                has_ids,
+            })
         };
-        let request = TextRequest {
-            prompt,
-            max_tokens: limit.tokens.unwrap_or(own),
-            sampling,
-            ends,
-            logprobs,
-        };
-        Ok(Self {
-            form,
-            request,
-            stops,
-            streams,
-            has_usage,
-            has_ids,
-        })
-    }
-}
-
-/// A request's limit on its number of new tokens.
-struct TokenLimit {
-    tokens: Option<usize>,
-    /// The name of the field with the limit.
-    field: &'static str,
-}
-
-impl TokenLimit {
-    /// Removes the limit from the fields. In chats `max_completion_tokens` comes before
-    /// `max_tokens`.
-    fn of(fields: &mut Fields<'_>, form: ReplyForm) -> Result<Self, HttpFailure> {
-        let tokens = fields.count("max_tokens", 1..=u64::MAX)?;
-        if form == ReplyForm::Chat
-            && let Some(newer) = fields.count("max_completion_tokens", 1..=u64::MAX)?
-        {
-            return Ok(Self {
-                tokens: Some(newer),
-                field: "max_completion_tokens",
-            });
-        }
-        Ok(Self {
-            tokens,
-            field: "max_tokens",
-        })
-    }
-
-    /// Returns an error if the limit is more than `most`. `given` is the number of tokens in the
-    /// prompt.
-    fn check(&self, most: usize, given: usize, positions: usize) -> Result<(), HttpFailure> {
-        let Some(limit) = self.tokens.filter(|limit| *limit > most) else {
-            return Ok(());
-        };
-        let why = format!(
-            "expected at most {most} behind a prompt of {given} tokens, found {limit}; {}",
-            length_limit(positions)
-        );
-        Err(HttpFailure::field(self.field, why).code("context_length_exceeded"))
+        prompts.into_iter().enumerate().map(choice).collect()
     }
 }
 
 /// Returns what clients are told about the most tokens of a prompt and its reply.
-fn length_limit(positions: usize) -> String {
+pub(super) fn length_limit(positions: usize) -> String {
     format!("`max_model_len` of /v1/models is {positions}, replies included")
 }
 
 /// Returns an error if a request names another model than `model`.
 pub(super) fn check_model(fields: &mut Fields<'_>, model: &Model) -> Result<(), HttpFailure> {
-    match fields.text("model")?.filter(|name| *name != model.name) {
-        None => Ok(()),
-        Some(_) => {
-            let why = format!("the model of this server is {:?}", model.name);
-            let failure = HttpFailure::field("model", why).code("model_not_found");
-            Err(failure.status(StatusCode::NOT_FOUND))
-        }
+    let named = fields.text("model")?.filter(|name| !name.is_empty());
+    match named.is_none_or(|name| name == model.name) {
+        true => Ok(()),
+        false => Err(other_model(model)),
     }
 }
 
-fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, HttpFailure> {
-    let own = model.sampling;
-    // vLLM's clients write all tokens as -1.
-    let top_k = fields.take("top_k", "a whole number, -1 or more", |value| {
-        match value.as_i64() {
-            Some(-1) => Some(0),
-            count => usize::try_from(count?).ok(),
-        }
-    })?;
-    let seed = fields.take("seed", "a whole number", |value| {
-        value.as_u64().or(value.as_i64().map(i64::cast_unsigned))
-    })?;
-
-    let sampling = Sampling {
-        temperature: fields.number("temperature", own.temperature)?,
-        top_k: top_k.unwrap_or(own.top_k),
-        top_p: fields.number("top_p", own.top_p)?,
-        min_p: fields.number("min_p", own.min_p)?,
-        repetition_penalty: fields.number("repetition_penalty", own.repetition_penalty)?,
-        presence_penalty: fields.number("presence_penalty", own.presence_penalty)?,
-        frequency_penalty: fields.number("frequency_penalty", own.frequency_penalty)?,
-        seed: seed.unwrap_or_else(random),
-    };
-    let Sampling {
-        repetition_penalty,
-        presence_penalty,
-        frequency_penalty,
-        ..
-    } = sampling;
-
-    // Beyond them logits overflow.
-    let limits = [
-        (
-            "repetition_penalty",
-            repetition_penalty,
-            0.01..=100.0,
-            "0.01 to 100",
-        ),
-        ("presence_penalty", presence_penalty, -2.0..=2.0, "-2 to 2"),
-        (
-            "frequency_penalty",
-            frequency_penalty,
-            -2.0..=2.0,
-            "-2 to 2",
-        ),
-    ];
-    for (name, found, range, expected) in limits {
-        if !range.contains(&found) {
-            let why = format!("expected {expected}, found {found}");
-            return Err(HttpFailure::field(name, why));
-        }
-    }
-
-    let invalid = |invalid: InvalidSetting| {
-        let InvalidSetting {
-            setting,
-            expected,
-            found,
-        } = invalid;
-        HttpFailure::field(setting, format!("expected {expected}, found {found}"))
-    };
-    sampling.check().map(|()| sampling).map_err(invalid)
+/// Returns the error for a request that names another model than `model`.
+pub(super) fn other_model(model: &Model) -> HttpFailure {
+    let why = format!("the model of this server is {:?}", model.name);
+    let failure = HttpFailure::field("model", why).code("model_not_found");
+    failure.status(StatusCode::NOT_FOUND)
 }
 
 /// Returns a random number that clients cannot predict.
 pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
-}
-
-fn usage(fields: &mut Fields<'_>, streams: bool) -> Result<bool, HttpFailure> {
-    let options = fields.take("stream_options", "an object with include_usage", |value| {
-        let options = value.as_object()?;
-        let usage = options
-            .get("include_usage")
-            .map_or(Some(false), Value::as_bool)?;
-        options
-            .keys()
-            .all(|key| key == "include_usage")
-            .then_some(usage)
-    })?;
-    match options {
-        Some(_) if !streams => Err(HttpFailure::field(
-            "stream_options",
-            "only with \"stream\": true",
-        )),
-        options => Ok(options.unwrap_or(false)),
-    }
-}
-
-fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, HttpFailure> {
-    let expected =
-        format!("a text, or {MOST_STOPS} texts at most, each of 1 to {STOP_BYTES} bytes");
-    let stops = fields.take("stop", &expected, |value| {
-        let one = |value: &Value| value.as_str().map(str::to_owned);
-        let stops: Option<Vec<String>> = match value {
-            Value::Array(several) => several.iter().map(one).collect(),
-            value => Some(vec![one(value)?]),
-        };
-        let is_valid = |stop: &String| (1..=STOP_BYTES).contains(&stop.len());
-        stops.filter(|stops| stops.len() <= MOST_STOPS && stops.iter().all(is_valid))
-    })?;
-    Ok(stops.unwrap_or_default())
-}
-
-fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, HttpFailure> {
-    let wanted = fields.flag("logprobs", false)?;
-    let top = fields.count("top_logprobs", 0..=LOGPROBS)?;
-    match top {
-        Some(1..) if !wanted => Err(HttpFailure::field(
-            "top_logprobs",
-            "only with \"logprobs\": true",
-        )),
-        top => Ok(wanted.then_some(top.unwrap_or(0))),
-    }
 }
 
 /// A prompt as it is in the request, before it is turned into tokens.
@@ -295,39 +147,16 @@ pub(super) enum PromptSource {
     },
 }
 
-fn text_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpFailure> {
-    fields
-        .take(
-            "prompt",
-            "a text, a list of tokens, or a list of one of these",
-            read_prompt,
-        )?
-        .ok_or_else(|| HttpFailure::field("prompt", "expected a prompt, found none"))
-}
-
-fn read_prompt(value: &Value) -> Option<PromptSource> {
-    let value = match value {
-        Value::Array(one) if one.len() == 1 && !one[0].is_number() => &one[0],
-        value => value,
-    };
-    match value {
-        Value::String(text) => Some(PromptSource::Text {
-            text: text.clone(),
-            special: true,
-        }),
-        several => read_tokens(several).map(PromptSource::Tokens),
-    }
-}
-
-/// Reads a list of tokens from JSON. `None` if an element is not a token number.
-pub(super) fn read_tokens(value: &Value) -> Option<Vec<u32>> {
-    let token = |value: &Value| u32::try_from(value.as_u64()?).ok();
-    value.as_array()?.iter().map(token).collect()
-}
-
 /// Removes and reads the conversation of a chat, and the day that it takes place on.
 pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpFailure> {
-    const ROLES: [&str; 6] = ["system", "developer", "user", "assistant", "tool", "function"];
+    const ROLES: [&str; 6] = [
+        "system",
+        "developer",
+        "user",
+        "assistant",
+        "tool",
+        "function",
+    ];
     let day = fields.take("date", "a day as YYYY-MM-DD", |value| {
         value.as_str()?.parse().ok()
     })?;
@@ -394,9 +223,7 @@ pub(super) fn tokens(
             tokens.map_err(|why| HttpFailure::field(name, why))?
         }
         PromptSource::Tokens(tokens) => tokens.clone(),
-        PromptSource::Chat { conversation, day } => {
-            chat_tokens(conversation, *day, model, check)?
-        }
+        PromptSource::Chat { conversation, day } => chat_tokens(conversation, *day, model, check)?,
     };
 
     let vocab = model.vocab;
@@ -420,11 +247,16 @@ mod tests {
     use std::path::Path;
 
     use mpmd_models::{Folder, PromptEncoder};
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
+    use crate::http::request_settings::{MOST_STOPS, STOP_BYTES};
 
     const POSITIONS: usize = 64;
+    const LIMITS: RequestLimits = RequestLimits {
+        tokens: None,
+        waiting: 256,
+    };
 
     fn model() -> Model {
         model_with("{% for m in messages %}{{ m.role ~ m.content ~ m.name }}{% endfor %}")
@@ -466,8 +298,11 @@ mod tests {
             ),
         ] {
             let body = format!("{{\"messages\": [{message}], \"max_tokens\": 1}}");
-            let ask = ParsedRequest::of(body.as_bytes(), ReplyForm::Chat, &model, None).unwrap();
-            assert_eq!(model.decode(&ask.request.prompt).unwrap(), expected);
+            let asks = ParsedRequest::of(body.as_bytes(), ReplyForm::Chat, &model, LIMITS).unwrap();
+            assert_eq!(
+                model.decoder.text(&asks[0].request.prompt).unwrap(),
+                expected
+            );
         }
     }
 
@@ -492,7 +327,7 @@ mod tests {
             assert!(
                 samples
                     .iter()
-                    .any(|body| ParsedRequest::of(body.as_bytes(), form, &model, None).is_ok())
+                    .any(|body| ParsedRequest::of(body.as_bytes(), form, &model, LIMITS).is_ok())
             );
         }
         mpmd_fuzz::bytes("requests", &samples.map(String::into_bytes), |body| {
@@ -517,6 +352,7 @@ mod tests {
             "return_token_ids",
             "seed",
             "stop",
+            "stop_token_ids",
             "stream",
             "stream_options",
             "temperature",
@@ -562,25 +398,37 @@ mod tests {
     /// Checks that a request is refused or within all bounds.
     fn check(body: &[u8], model: &Model) {
         for form in [ReplyForm::Completion, ReplyForm::Chat] {
-            let Ok(ask) = ParsedRequest::of(body, form, model, Some(40)) else {
+            let limits = RequestLimits {
+                tokens: Some(40),
+                waiting: 3,
+            };
+            let Ok(asks) = ParsedRequest::of(body, form, model, limits) else {
                 continue;
             };
-            let TextRequest {
-                prompt,
-                max_tokens,
-                sampling,
-                logprobs,
-                ..
-            } = ask.request;
-            assert!(!prompt.is_empty() && prompt.iter().all(|id| (*id as usize) < model.vocab));
-            assert!((1..=40).contains(&max_tokens) && prompt.len() + max_tokens <= POSITIONS);
-            assert!(sampling.check().is_ok() && logprobs.unwrap_or(0) <= 20);
-            assert!(ask.stops.len() <= MOST_STOPS && ask.streams >= ask.has_usage);
-            assert!(
-                ask.stops
-                    .iter()
-                    .all(|stop| (1..=STOP_BYTES).contains(&stop.len()))
-            );
+            assert!((1..=3).contains(&asks.len()));
+            for (index, ask) in asks.into_iter().enumerate() {
+                assert_eq!(ask.index, index);
+                check_choice(ask, model);
+            }
         }
+    }
+
+    fn check_choice(ask: ParsedRequest, model: &Model) {
+        let TextRequest {
+            prompt,
+            max_tokens,
+            sampling,
+            logprobs,
+            ..
+        } = ask.request;
+        assert!(!prompt.is_empty() && prompt.iter().all(|id| (*id as usize) < model.vocab));
+        assert!((1..=40).contains(&max_tokens) && prompt.len() + max_tokens <= POSITIONS);
+        assert!(sampling.check().is_ok() && logprobs.unwrap_or(0) <= 20);
+        assert!(ask.stops.len() <= MOST_STOPS && ask.streams >= ask.has_usage);
+        assert!(
+            ask.stops
+                .iter()
+                .all(|stop| (1..=STOP_BYTES).contains(&stop.len()))
+        );
     }
 }

@@ -65,15 +65,15 @@ impl RequestRecord {
         self.line.lock().status = Some(status);
     }
 
-    /// Records that tokens are computed for the request: a reply with this id, to a prompt of
-    /// `prompt` tokens.
-    pub(super) fn begin_reply(&self, id: &str, prompt: usize) {
+    /// Records that tokens are computed for the request: a reply with this id and number of
+    /// choices, to prompts of `prompt` tokens together.
+    pub(super) fn begin_reply(&self, id: &str, prompt: usize, choices: usize) {
         self.line.lock().reply = Some(ReplyFigures {
             id: id.to_owned(),
             prompt,
             tokens: 0,
             first: None,
-            end: "left",
+            ends: vec!["left"; choices],
         });
     }
 
@@ -85,10 +85,12 @@ impl RequestRecord {
         }
     }
 
-    /// Records the reason why the reply has ended. Without a reason, the client has left.
-    pub(super) fn end_reply(&self, end: &'static str) {
-        if let Some(reply) = &mut self.line.lock().reply {
-            reply.end = end;
+    /// Records the reason why a choice of the reply has ended. Without a reason, the client has
+    /// left.
+    pub(super) fn end_choice(&self, index: usize, end: &'static str) {
+        let reply = &mut self.line.lock().reply;
+        if let Some(choice) = reply.as_mut().and_then(|reply| reply.ends.get_mut(index)) {
+            *choice = end;
         }
     }
 }
@@ -124,7 +126,18 @@ struct ReplyFigures {
     tokens: usize,
     /// Time from the request to the first token.
     first: Option<Duration>,
-    end: &'static str,
+    /// The reason why each choice has ended.
+    ends: Vec<&'static str>,
+}
+
+impl ReplyFigures {
+    /// Returns the reason why the reply has ended: a failure of a choice, the client's leaving, or
+    /// the reason of the first choice.
+    fn end(&self) -> &'static str {
+        let is_rare = |end: &&str| ["failed", "left"].contains(end);
+        let rare = self.ends.iter().filter(|end| is_rare(end)).min();
+        rare.or(self.ends.first()).copied().unwrap_or("left")
+    }
 }
 
 impl RequestLine {
@@ -157,13 +170,13 @@ impl fmt::Display for RequestLine {
             prompt,
             tokens,
             first,
-            end,
+            ..
         } = reply;
         write!(f, " id={id} prompt_tokens={prompt} new_tokens={tokens}")?;
         if let Some(first) = first {
             write!(f, " first_token_ms={:.1}", millis(*first))?;
         }
-        write!(f, " end={end}")
+        write!(f, " end={}", reply.end())
     }
 }
 
@@ -198,11 +211,11 @@ mod tests {
     #[test]
     fn line_has_the_figures_of_a_reply() {
         let record = LOG.begin(&Method::POST, "/v1/completions");
-        record.begin_reply("cmpl-1", 7);
+        record.begin_reply("cmpl-1", 7, 1);
         record.token();
         record.token();
         record.answer(StatusCode::OK);
-        record.end_reply("stop");
+        record.end_choice(0, "stop");
         assert_eq!(
             without_times(&record),
             "POST /v1/completions 200 id=cmpl-1 prompt_tokens=7 new_tokens=2 end=stop"
@@ -214,11 +227,30 @@ mod tests {
     #[test]
     fn client_that_leaves_has_a_line() {
         let record = LOG.begin(&Method::POST, "/v1/completions");
-        record.begin_reply("cmpl-1", 7);
+        record.begin_reply("cmpl-1", 7, 1);
         assert_eq!(
             without_times(&record),
             "POST /v1/completions no-reply id=cmpl-1 prompt_tokens=7 new_tokens=0 end=left"
         );
+    }
+
+    #[test]
+    fn reply_ends_by_its_rarest_choice() {
+        for (ends, expected) in [
+            ([Some("stop"), Some("length")], "stop"),
+            ([Some("length"), None], "left"),
+            ([None, Some("failed")], "failed"),
+        ] {
+            let record = LOG.begin(&Method::POST, "/v1/completions");
+            record.begin_reply("cmpl-1", 7, 2);
+            for (index, end) in ends.into_iter().enumerate() {
+                if let Some(end) = end {
+                    record.end_choice(index, end);
+                }
+            }
+            let text = without_times(&record);
+            assert!(text.ends_with(&format!(" end={expected}")), "{text}");
+        }
     }
 
     #[test]

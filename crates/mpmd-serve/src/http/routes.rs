@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody as _};
-use axum::extract::{Extension, Request, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Extension, Path as UrlPath, Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{Html, IntoResponse, Response};
@@ -22,11 +23,14 @@ use super::control::{is_paused, load_weights, pause, resume, update_weight_versi
 use super::failure::HttpFailure;
 use super::fields::Fields;
 use super::parsed_request::{
-    ParsedRequest, PromptSource, ReplyForm, chat_source, check_model, read_tokens, tokens,
+    ParsedRequest, PromptSource, ReplyForm, RequestLimits, chat_source, check_model, other_model,
+    tokens,
 };
 use super::peer_socket::PeerSocket;
-use super::reply::ReplyProgress;
+use super::prompt_list::read_tokens;
+use super::reply_list::ReplyList;
 use super::request_log::RequestRecord;
+use super::request_readers::{LONG_BODY, ReadingCost, RequestReaders};
 use crate::model::Model;
 use crate::queue::{RequestQueue, ServerPhase};
 
@@ -40,10 +44,6 @@ const BODY: Duration = Duration::from_secs(30);
 
 /// Largest total size of all bodies that are being read, in bytes.
 const BODIES: usize = 64 << 20;
-
-/// Size of a body, in bytes, above which it counts as long. Reading a long body takes a thread for
-/// some time, and its sender must not be slow.
-const LONG_BODY: usize = 64 << 10;
 
 /// Number of bytes that the sender of a long body must send in each [`BODY_PERIOD`].
 const LEAST_BYTES: usize = 64 << 10;
@@ -64,9 +64,7 @@ pub(super) struct EndpointState {
     pub(super) body: usize,
     /// One permit for each byte of memory that is free for bodies.
     pub(super) bodies: Arc<Semaphore>,
-    /// A permit to parse a long body. Only one is parsed at a time, so that a thread is left for
-    /// short ones.
-    pub(super) long_body: Arc<Semaphore>,
+    pub(super) readers: RequestReaders,
     /// Largest number of new tokens of a request. `None` without a limit.
     pub(super) most: Option<usize>,
 }
@@ -80,6 +78,7 @@ pub(super) fn routes(shared: EndpointState) -> Router {
     let shared = Arc::new(shared);
     let guarded = Router::new()
         .route("/v1/models", get(models))
+        .route("/v1/models/{*name}", get(model))
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat))
         .route("/tokenize", post(tokenize))
@@ -138,6 +137,9 @@ async fn ready(State(shared): Shares) -> (StatusCode, Json<Value>) {
         ServerPhase::Ready if shared.queue.is_stalled() => {
             (StatusCode::SERVICE_UNAVAILABLE, "stalled")
         }
+        ServerPhase::Ready if shared.readers.is_stuck() => {
+            (StatusCode::SERVICE_UNAVAILABLE, "stuck")
+        }
         ServerPhase::Ready => (StatusCode::OK, "ready"),
         ServerPhase::Starting => (StatusCode::SERVICE_UNAVAILABLE, "starting"),
         ServerPhase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
@@ -153,6 +155,21 @@ async fn metrics(State(shared): Shares) -> impl IntoResponse {
 }
 
 async fn models(State(shared): Shares) -> Json<Value> {
+    Json(json!({ "object": "list", "data": [model_facts(&shared)] }))
+}
+
+/// Handles `/v1/models/NAME`. The name may have slashes.
+async fn model(State(shared): Shares, name: Result<UrlPath<String>, PathRejection>) -> Answer {
+    match name {
+        Ok(UrlPath(name)) if name == shared.model.name => {
+            Ok(Json(model_facts(&shared)).into_response())
+        }
+        _ => Err(other_model(&shared.model)),
+    }
+}
+
+/// Returns the facts about the model that clients see.
+fn model_facts(shared: &EndpointState) -> Value {
     let Model {
         name,
         created,
@@ -164,7 +181,7 @@ async fn models(State(shared): Shares) -> Json<Value> {
     if let Some(description) = &shared.description {
         model["description"] = description.as_str().into();
     }
-    Json(json!({ "object": "list", "data": [model] }))
+    model
 }
 
 type Client = Extension<Arc<PeerSocket>>;
@@ -185,16 +202,24 @@ async fn reply(
     body: Body,
     form: ReplyForm,
 ) -> Answer {
-    let most = shared.most;
-    let ask = parse(&shared, body, move |body, model| {
-        ParsedRequest::of(body, form, model, most)
+    let limits = RequestLimits {
+        tokens: shared.most,
+        waiting: shared.queue.limits().requests,
+    };
+    let cost = match form {
+        ReplyForm::Completion => ReadingCost::Short,
+        ReplyForm::Chat => ReadingCost::Template,
+    };
+    let asks = parse(&shared, body, cost, move |body, model| {
+        ParsedRequest::of(body, form, model, limits)
     })
     .await?;
 
-    let stream = shared.queue.submit(ask.request.clone())?;
-    let streams = ask.streams;
-    let reply = ReplyProgress::new(shared.model.clone(), ask, stream, record);
-    if streams {
+    let requests = asks.iter().map(|ask| ask.request.clone());
+    let streams = shared.queue.submit_all(requests.collect())?;
+    let is_streamed = asks[0].streams;
+    let reply = ReplyList::new(&shared.model, asks, streams, &record)?;
+    if is_streamed {
         Ok(reply.events(client))
     } else {
         reply.whole().await
@@ -220,7 +245,7 @@ async fn tokenize(State(shared): Shares, body: Body) -> Answer {
         let most = model.positions;
         Ok(json!({ "count": count, "max_model_len": most, "tokens": tokens }))
     };
-    Ok(Json(parse(&shared, body, count).await?).into_response())
+    Ok(Json(parse(&shared, body, ReadingCost::Template, count).await?).into_response())
 }
 
 async fn detokenize(State(shared): Shares, body: Body) -> Answer {
@@ -231,22 +256,24 @@ async fn detokenize(State(shared): Shares, body: Body) -> Answer {
         let tokens =
             tokens.ok_or_else(|| HttpFailure::field("tokens", "expected a list of tokens"))?;
         fields.end()?;
-        if let Some(token) = tokens.iter().find(|token| !model.knows(**token)) {
+        if let Some(token) = tokens.iter().find(|token| !model.decoder.knows(**token)) {
             let why = format!("expected tokens of the model's tokenizer, found {token}");
             return Err(HttpFailure::field("tokens", why));
         }
         let text = model
-            .decode(&tokens)
+            .decoder
+            .text(&tokens)
             .map_err(|why| HttpFailure::field("tokens", why))?;
         Ok(json!({ "prompt": text }))
     };
-    Ok(Json(parse(&shared, body, text).await?).into_response())
+    Ok(Json(parse(&shared, body, ReadingCost::Short, text).await?).into_response())
 }
 
-/// Reads a body, and calls `read` with it on a blocking thread, since long texts take time.
+/// Reads a body, and calls `read` with it on a thread that reads requests.
 pub(super) async fn parse<T: Send + 'static>(
     shared: &EndpointState,
     body: Body,
+    cost: ReadingCost,
     read: impl FnOnce(&[u8], &Model) -> Result<T, HttpFailure> + Send + 'static,
 ) -> Result<T, HttpFailure> {
     let late = |_| {
@@ -261,20 +288,14 @@ pub(super) async fn parse<T: Send + 'static>(
         period: BODY_PERIOD,
     };
     let (bytes, held) = timeout(BODY, bytes(body, limits)).await.map_err(late)??;
-    let turn = match bytes.len() > LONG_BODY {
-        // It is never closed.
-        true => shared.long_body.clone().acquire_owned().await.ok(),
-        false => None,
-    };
-
     let model = shared.model.clone();
+    let length = bytes.len();
     let read = move || {
         let result = read(&bytes, &model);
-        drop((bytes, held, turn));
+        drop((bytes, held));
         result
     };
-    let result = tokio::task::spawn_blocking(read).await;
-    result.map_err(|why| HttpFailure::internal("the request could not be read", why))?
+    shared.readers.read(cost, length, read).await
 }
 
 /// The limits on the body of a request.

@@ -10,6 +10,7 @@ use mpmd::launch::LaunchError;
 use super::access::Access;
 use super::bind;
 use super::connection::reserve_descriptors;
+use super::origins::AllowedOrigins;
 use crate::queue::QueueLimits;
 
 /// The settings of a [`Front`](super::Front).
@@ -27,6 +28,10 @@ pub struct FrontSettings {
     /// includes requests that pages of other servers have a browser send. Contradicts
     /// `api_key_file`.
     pub allow_all: bool,
+    /// Origins whose pages may use the server from a browser, such as `https://chat.example.org`.
+    /// `*` allows all. If empty, all are allowed with `api_key_file`, since a page needs a key
+    /// then, and otherwise only the server's own page.
+    pub allow_origins: Vec<String>,
     /// File with a key on each line for the endpoints that control the server. `None` disables
     /// these endpoints. The file must be readable by its owner only, and share no key with
     /// `api_key_file`.
@@ -58,6 +63,7 @@ impl Default for FrontSettings {
             port: 8000,
             api_key_file: None,
             allow_all: false,
+            allow_origins: Vec::new(),
             control_key_file: None,
             weight_folders: Vec::new(),
             description: None,
@@ -111,6 +117,15 @@ pub enum FrontError {
     /// Keys are demanded, and clients without keys are let in.
     #[error("api_key_file and allow_all: expected one of them, found both")]
     KeysForAll,
+    /// A text of [`FrontSettings::allow_origins`] is no origin.
+    #[error(
+        "allow_origins {origin:?}: expected a scheme, a host and perhaps a port, such as \
+         https://chat.example.org, or *"
+    )]
+    InvalidOrigin {
+        /// The text.
+        origin: String,
+    },
     /// A file of keys cannot be read, or users other than its owner can read it.
     #[error("{why}")]
     UnreadableKeys {
@@ -173,6 +188,8 @@ pub enum FrontError {
 pub(super) struct Doors {
     pub(super) address: SocketAddr,
     pub(super) access: Access,
+    /// The origins whose pages may use the server from a browser.
+    pub(super) origins: AllowedOrigins,
     /// The clients that may control the server. `None` if nobody may.
     pub(super) control: Option<Access>,
     /// The folders from which weights may be loaded, as paths without symbolic links.
@@ -205,7 +222,8 @@ impl FrontSettings {
     /// Reads the keys, resolves the address, and finds the folders.
     pub(super) fn doors(&self) -> Result<Doors, FrontError> {
         let address = self.address()?;
-        let access = self.access(address)?;
+        let origins = self.origins()?;
+        let access = self.access(address, &origins)?;
         let control = self.control_key_file.as_deref();
         let control = control
             .map(|path| Access::keys(KeyFile::Control, path))
@@ -228,6 +246,7 @@ impl FrontSettings {
         Ok(Doors {
             address,
             access,
+            origins,
             control,
             weights,
         })
@@ -246,13 +265,22 @@ impl FrontSettings {
         found.next().ok_or_else(|| failed(none()))
     }
 
+    /// Returns the origins whose pages may use the server.
+    fn origins(&self) -> Result<AllowedOrigins, FrontError> {
+        if self.allow_origins.is_empty() && self.api_key_file.is_some() {
+            return Ok(AllowedOrigins::Any);
+        }
+        AllowedOrigins::of(&self.allow_origins)
+            .map_err(|origin| FrontError::InvalidOrigin { origin })
+    }
+
     /// Returns the clients that may use a server on `address`.
-    fn access(&self, address: SocketAddr) -> Result<Access, FrontError> {
+    fn access(&self, address: SocketAddr, origins: &AllowedOrigins) -> Result<Access, FrontError> {
         match &self.api_key_file {
             Some(_) if self.allow_all => Err(FrontError::KeysForAll),
             Some(path) => Access::keys(KeyFile::Api, path),
             None if self.allow_all => Ok(Access::All),
-            None if address.ip().is_loopback() => Ok(Access::ThisHost),
+            None if address.ip().is_loopback() => Ok(Access::ThisHost(origins.clone())),
             None => Err(FrontError::Unprotected {
                 host: self.host.clone(),
             }),

@@ -35,7 +35,7 @@ pub struct QueueLimits {
     /// Largest number of waiting requests.
     pub requests: usize,
     /// Largest number of tokens in the prompts of waiting requests. A request that would wait alone
-    /// may have more.
+    /// may have more, with all of its prompts.
     pub tokens: usize,
 }
 
@@ -188,51 +188,70 @@ impl RequestQueue {
     ///
     /// If the queue is full, or the server takes no requests.
     pub fn submit(&self, request: TextRequest) -> Result<ReplyStream, Refused> {
-        let tokens = request.prompt.len();
-        let (events, received) = mpsc::unbounded_channel();
+        Ok(self.submit_all(vec![request])?.swap_remove(0))
+    }
+
+    /// Appends several requests to the queue, all or none. Does not block.
+    ///
+    /// # Errors
+    ///
+    /// If the queue has no room for all of them, or the server takes no requests.
+    pub fn submit_all(&self, requests: Vec<TextRequest>) -> Result<Vec<ReplyStream>, Refused> {
         let submitted = now();
         let state = &mut *self.0.state.lock();
-        if let Err(refused) = self.admit(state, tokens) {
+        let added = WaitingCounts {
+            requests: requests.len(),
+            tokens: requests.iter().map(|request| request.prompt.len()).sum(),
+        };
+        if let Err(refused) = self.admit(state, added) {
             self.0.metrics.refuse(refused.label());
             return Err(refused);
         }
 
-        state.waiting.requests += 1;
-        state.waiting.tokens += tokens;
-        state.open += 1;
-        let sender = ReplySender {
-            shared: self.0.clone(),
-            events,
-            tokens,
-            submitted,
-            last: None,
-            is_waiting: true,
-            has_left: false,
+        state.waiting.requests += added.requests;
+        state.waiting.tokens += added.tokens;
+        state.open += added.requests;
+        let append = |request: TextRequest| {
+            let (events, received) = mpsc::unbounded_channel();
+            let sender = ReplySender {
+                shared: self.0.clone(),
+                events,
+                tokens: request.prompt.len(),
+                submitted,
+                last: None,
+                is_waiting: true,
+                has_left: false,
+            };
+            state.arrived.push(RequestArrival { request, sender });
+            ReplyStream {
+                shared: self.0.clone(),
+                events: received,
+                cut: self.0.cut.subscribe(),
+                end: None,
+                versions: Vec::new(),
+            }
         };
-        state.arrived.push(RequestArrival { request, sender });
+        let streams = requests.into_iter().map(append).collect();
         state.has_news = true;
         self.0.changed.notify_all();
-        Ok(ReplyStream {
-            shared: self.0.clone(),
-            events: received,
-            cut: self.0.cut.subscribe(),
-            end: None,
-            versions: Vec::new(),
-        })
+        Ok(streams)
     }
 
-    fn admit(&self, state: &QueueState, tokens: usize) -> Result<(), Refused> {
+    /// Returns an error if the queue has no room for further requests.
+    fn admit(&self, state: &QueueState, added: WaitingCounts) -> Result<(), Refused> {
         let waiting = state.waiting;
         let limits = self.0.limits;
         match state.phase {
             ServerPhase::Starting => Err(Refused::Starting),
             ServerPhase::Draining => Err(Refused::Draining),
-            ServerPhase::Ready if waiting.requests >= limits.requests => Err(Refused::Requests {
-                waiting: waiting.requests,
-                retry: retry(state),
-            }),
+            ServerPhase::Ready if waiting.requests + added.requests > limits.requests => {
+                Err(Refused::Requests {
+                    waiting: waiting.requests,
+                    retry: retry(state),
+                })
+            }
             ServerPhase::Ready
-                if waiting.requests > 0 && waiting.tokens + tokens > limits.tokens =>
+                if waiting.requests > 0 && waiting.tokens + added.tokens > limits.tokens =>
             {
                 Err(Refused::Tokens {
                     waiting: waiting.tokens,
@@ -265,6 +284,11 @@ impl RequestQueue {
     /// Ends all open and all later requests with [`ReplyEvent::Failed`] and this reason.
     pub fn fail(&self, why: &str) {
         self.0.cut.send_replace(Some(why.into()));
+    }
+
+    /// Returns the limits on waiting requests.
+    pub(crate) fn limits(&self) -> QueueLimits {
+        self.0.limits
     }
 
     /// Returns the number of clients whose requests are waiting or being answered.

@@ -27,7 +27,7 @@ fn first_column(section: &str) -> BTreeSet<&'static str> {
 fn fields_of_the_guide_are_known() {
     let server = Server::echo();
     let fields = first_column("Fields of a request");
-    assert_eq!(fields.len(), 20);
+    assert_eq!(fields.len(), 24);
     for field in fields {
         let answers = [
             ("/v1/completions", json!({ "prompt": "a" })),

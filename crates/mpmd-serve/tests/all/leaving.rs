@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_serve::{Finish, Front, FrontSettings, ServerPhase};
 use rustix::net::sockopt::set_socket_recv_buffer_size;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 
 use crate::client::{LONG, connect, read, read_chunk, read_head, write};
@@ -180,6 +181,37 @@ fn connections_beyond_the_limit_wait_for_others() {
     );
     drop(held);
     assert_eq!(read(third).status, 200);
+}
+
+#[test]
+fn silent_connections_hold_up_no_new_one() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    setrlimit(Resource::Nofile, raised).unwrap();
+    let server = Server::echo();
+    let mut used = connect(server.address);
+    let version = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    let mut bytes = [0; 1024];
+    used.write_all(version).unwrap();
+    assert!(used.read(&mut bytes).unwrap() > 0);
+
+    // More than the server lets in at a time.
+    let silent: Vec<_> = (0..600).map(|_| connect(server.address)).collect();
+    let start = Instant::now();
+    assert_eq!(server.get("/health").status, 200);
+    assert!(
+        start.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        start.elapsed()
+    );
+
+    // A connection that has been used ends after those without a request.
+    used.write_all(version).unwrap();
+    assert!(used.read(&mut bytes).unwrap() > 0);
+    drop(silent);
 }
 
 #[test]

@@ -2,16 +2,21 @@
 //! `transformers`.
 
 mod client;
+mod clients;
 mod control;
 mod endpoints;
 mod engine;
+mod fields;
 mod folder;
 mod guide;
 mod leaving;
 mod live;
+mod origins;
 mod page;
+mod prompt_lists;
 mod refusals;
 mod server;
 mod serving;
 mod streaming;
+mod token_texts;
 mod versions;

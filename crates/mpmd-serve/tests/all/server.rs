@@ -67,6 +67,15 @@ impl Server {
     }
 
     pub(crate) fn start_with(settings: FrontSettings, act: fn(&TextRequest) -> Act) -> Self {
+        Self::start_of(&plain(), settings, act)
+    }
+
+    /// Starts a server of the model in the folder `from`, with a chat template.
+    pub(crate) fn start_of(
+        from: &Path,
+        settings: FrontSettings,
+        act: fn(&TextRequest) -> Act,
+    ) -> Self {
         let folder = tempfile::tempdir().unwrap();
         for file in [
             "config.json",
@@ -74,7 +83,7 @@ impl Server {
             "model.safetensors",
             "tokenizer.json",
         ] {
-            std::fs::copy(plain().join(file), folder.path().join(file)).unwrap();
+            std::fs::copy(from.join(file), folder.path().join(file)).unwrap();
         }
         let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\
                         {% if messages[0].role == 'tool' %}{{ raise_exception('no \u{9b}tools') }}\

@@ -1,7 +1,7 @@
 //! Pauses and new versions of the weights on the engine itself.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, mpsc};
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::{Duration, Instant};
@@ -15,10 +15,11 @@ use mpmd_serve::{
     queue, run,
 };
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::client::{Answer, LONG, send};
 use crate::control::key_file;
-use crate::folder::{copied, path, with_poisoned_token};
+use crate::folder::{copied, path, with_low_lines, with_nan};
 use crate::server::settings;
 
 const SIZES: SchedulerSizes = SchedulerSizes {
@@ -40,10 +41,11 @@ struct Live {
 
 impl Live {
     fn start(grace: Duration) -> Self {
-        Self::start_with(grace, Vec::new())
+        Self::start_with(grace, Vec::new(), &path("plain"))
     }
 
-    fn start_with(grace: Duration, weight_folders: Vec<PathBuf>) -> Self {
+    /// Starts a server that shows clients the tokenizer of the folder `shown`.
+    fn start_with(grace: Duration, weight_folders: Vec<PathBuf>, shown: &Path) -> Self {
         let key = key_file("control");
         let control_key_file = Some(key.path().to_owned());
         let settings = FrontSettings {
@@ -52,8 +54,9 @@ impl Live {
             ..settings()
         };
         let folder = Folder::open(path("plain")).unwrap();
-        let prompts = PromptEncoder::of(&folder).unwrap();
-    let model = Model::of(&folder, prompts, None, SIZES.positions).unwrap();
+        let shown = Folder::open(shown).unwrap();
+        let prompts = PromptEncoder::of(&shown).unwrap();
+        let model = Model::of(&shown, prompts, None, SIZES.positions).unwrap();
         let (queue, arrivals) = queue(settings.waiting);
         let front = Front::start(&settings, model, queue.clone()).unwrap();
         let engine = Mutex::new(Some(Engine::new(SIZES, arrivals).grace(grace)));
@@ -330,8 +333,9 @@ fn requests_keep_the_version_with_which_they_began() {
 
 #[test]
 fn requests_are_computed_again_when_the_grace_is_over() {
-    let live = Live::start(Duration::from_millis(100));
-    let undisturbed = tokens(&live.post("/v1/completions", &body(5, 700)).json());
+    let shown = with_low_lines("plain");
+    let live = Live::start_with(Duration::from_millis(100), Vec::new(), shown.path());
+    let undisturbed = live.post("/v1/completions", &body(5, 700)).json();
     let client = live.ask(5, 700);
     live.until_some_tokens();
     live.post("/pause", &json!({ "mode": "keep" }));
@@ -341,7 +345,23 @@ fn requests_are_computed_again_when_the_grace_is_over() {
     });
     live.post("/resume", &json!({}));
     let reply = client.join().unwrap();
-    assert_eq!(tokens(&reply), undisturbed, "from its tokens so far");
+    assert_eq!(
+        tokens(&reply),
+        tokens(&undisturbed),
+        "from its tokens so far"
+    );
+    let text = |reply: &Value| reply["choices"][0]["text"].as_str().unwrap().to_owned();
+    assert_eq!(text(&reply), text(&undisturbed));
+    let whole = |tokens: &[u64]| {
+        let whole = live
+            .post("/detokenize", &json!({ "tokens": tokens }))
+            .json();
+        let whole = whole["prompt"].as_str().unwrap().to_owned();
+        whole.replace("<s>", "").replace("</s>", "")
+    };
+    let prompt = [5, 17, 3];
+    let all = [&prompt[..], &tokens(&reply)].concat();
+    assert_eq!(whole(&prompt) + &text(&reply), whole(&all));
     assert_eq!(reply["weight_version"], "default");
     assert_eq!(reply["weight_versions"], json!(["default", "3"]));
     let later = live.post("/v1/completions", &body(5, 1)).json();
@@ -420,7 +440,7 @@ fn failed_pass_spares_requests_of_the_other_version() {
 fn weights_that_cannot_be_loaded_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let allowed = folder.path().to_str().unwrap();
-    let live = Live::start_with(NEVER, vec![allowed.into()]);
+    let live = Live::start_with(NEVER, vec![allowed.into()], &path("plain"));
     for _ in 0..2 {
         // It is empty.
         let answer = live.post("/load_weights", &json!({ "path": allowed }));
@@ -437,19 +457,48 @@ fn weights_that_cannot_be_loaded_are_refused() {
 
 #[test]
 fn weights_that_are_not_finite_are_no_version() {
-    let folder = with_poisoned_token("plain", 7);
-    let live = Live::start_with(NEVER, vec![folder.path().to_owned()]);
+    let folder = with_nan("plain");
+    let live = Live::start_with(NEVER, vec![folder.path().to_owned()], &path("plain"));
     let answer = live.post(
         "/load_weights",
         &json!({ "path": folder.path().to_str().unwrap() }),
     );
     assert_eq!(answer.status, 400, "{answer:?}");
-    assert!(answer.body.contains("embed_tokens"), "{answer:?}");
-    assert!(
-        answer.body.contains("values that are not finite"),
-        "{answer:?}"
-    );
+    let named = "model.safetensors: model.embed_tokens.weight: expected finite values, found NaN";
+    assert!(answer.body.contains(named), "{answer:?}");
     assert_eq!(live.get("/weight_info")["version"], 0);
+    live.end();
+}
+
+#[test]
+fn weights_of_another_model_are_refused_by_key() {
+    let other = copied("plain");
+    let file = other.path().join("config.json");
+    let config = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, config.replace("10000.0", "5000.0")).unwrap();
+    let good = copied("plain");
+    let allowed = [&other, &good].map(|folder| folder.path().to_owned());
+    let live = Live::start_with(NEVER, allowed.into(), &path("plain"));
+    let undisturbed = tokens(&live.post("/v1/completions", &body(5, 9)).json());
+
+    let load = |folder: &TempDir| {
+        let path = folder.path().to_str().unwrap();
+        live.post("/load_weights", &json!({ "path": path }))
+    };
+    let expected = "config.json: rope_parameters.rope_theta: expected 10000.0, as in the model in \
+                    use, found 5000.0";
+    for _ in 0..2 {
+        let answer = load(&other);
+        assert_eq!(answer.status, 400, "{answer:?}");
+        assert!(answer.body.contains(expected), "{answer:?}");
+        let failure = live.get("/weight_info")["failure"].clone();
+        assert!(failure.as_str().unwrap().ends_with(expected), "{failure}");
+        let later = tokens(&live.post("/v1/completions", &body(5, 9)).json());
+        assert_eq!(later, undisturbed);
+    }
+
+    assert_eq!(load(&good).json()["version"], 1);
+    assert_eq!(live.get("/weight_info")["failure"], Value::Null);
     live.end();
 }
 
@@ -460,6 +509,7 @@ fn weights_of_a_folder_become_a_version() {
     let live = Live::start_with(
         NEVER,
         vec![model.path().to_owned(), other.path().to_owned()],
+        &path("plain"),
     );
     let first = live.ask(5, 700);
     live.until_some_tokens();

@@ -3,10 +3,12 @@
 //! The norm of the gradients is reduced parameter by parameter. Each device of a stage adds up the
 //! squares of its regions. The sums move to the last stage, which adds them in the order of stages
 //! and parameters. The resulting factor moves back to each stage. So the bits do not depend on the
-//! number of stages or processes.
+//! number of processes. Other stages, and other devices for a parameter, change the order of the
+//! additions: then the last bits of the norm may differ, and of updates that it clips.
 //!
 //! Gradients and state have the shardings of the stored parameters: each device updates its own
-//! part. CUDA devices do so in their own memory (`cuda.rs`), with the same bits.
+//! part. CUDA devices do so in their own memory (`cuda.rs`), with the same bits. Weight decay is
+//! for parameters of two or more dimensions alone, unless the settings choose others.
 
 mod adamw;
 mod cuda;

@@ -7,6 +7,7 @@ pub(crate) mod owners;
 mod pointer;
 mod runs;
 mod save;
+mod surrogates;
 mod unique_json;
 
 pub use disk::{check_folder, replace};
@@ -17,4 +18,4 @@ pub use pointer::{read_regular, refuse_pointer};
 pub use runs::runs;
 pub(crate) use save::host_owners;
 pub use save::save;
-pub use unique_json::{JsonError, read_json};
+pub use unique_json::{InvalidJson, JsonError, read_json};

@@ -23,8 +23,8 @@ use crate::text::conversation::Conversation;
 pub use day::{Day, InvalidDay};
 pub(crate) use marks::{AddedTokens, RenderedText};
 use prepared::{CallForm, PreparedConversation};
-pub(crate) use source::special_tokens;
-use source::{FILES, KEY, SETTINGS};
+pub(crate) use source::{FILES, source as template_source, special_tokens};
+use source::{KEY, SETTINGS};
 
 /// Stack of the thread that reads and renders a template, in bytes. Values inside each other, whose number is
 /// limited by fuel, are dropped by recursion. Memory is only taken for what is used.

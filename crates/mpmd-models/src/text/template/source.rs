@@ -12,7 +12,7 @@ use crate::hub::folder::Folder;
 /// The names of a folder's two templates: for conversations with tools, and for all others.
 pub(super) const NAMES: [&str; 2] = ["tool_use", "default"];
 /// The files of the templates [`NAMES`], in newer folders.
-pub(super) const FILES: [&str; 2] = [
+pub(crate) const FILES: [&str; 2] = [
     "additional_chat_templates/tool_use.jinja",
     "chat_template.jinja",
 ];
@@ -69,7 +69,7 @@ fn settings(folder: &Folder, name: &str) -> Result<Option<Json>> {
 /// # Errors
 ///
 /// If a file is damaged.
-pub(super) fn source(folder: &Folder, name: usize) -> Result<Option<String>> {
+pub(crate) fn source(folder: &Folder, name: usize) -> Result<Option<String>> {
     if folder.companions().contains(&FILES[name]) {
         let failed = |why: &dyn std::fmt::Display| {
             unexpected(&folder.path().join(FILES[name]), "", "a chat template", why)
