@@ -221,7 +221,11 @@ impl AdapterConfig {
         let rank = rank.ok_or_else(|| wrong("r", "a rank above 0"))? as usize;
         let lora_alpha = value("lora_alpha").as_f64();
         let lora_alpha = lora_alpha.ok_or_else(|| wrong("lora_alpha", "a number"))?;
-        let has_root = value("use_rslora").as_bool().unwrap_or(false);
+        let has_root = match value("use_rslora") {
+            Value::Null => false,
+            Value::Bool(has_root) => *has_root,
+            _ => return Err(wrong("use_rslora", "true or false")),
+        };
 
         let mut alphas = BTreeMap::new();
         for (module, alpha) in value("alpha_pattern").as_object().into_iter().flatten() {
@@ -305,8 +309,14 @@ fn check_kind(file: &Path, map: &Map<String, Value>) -> Result<()> {
         return Err(unexpected(file, "bias", "\"none\"", value("bias")));
     }
     for key in ["use_dora", "lora_bias", "use_qalora"] {
-        if value(key).as_bool() == Some(true) {
-            return Err(unexpected(file, key, false, true));
+        if !(value(key).is_null() || *value(key) == false) {
+            return Err(unexpected(file, key, false, value(key)));
+        }
+    }
+    // The first repeats layers of the model; the second adds the product after some tokens alone.
+    for key in ["layer_replication", "alora_invocation_tokens"] {
+        if !value(key).is_null() {
+            return Err(unexpected(file, key, "null", value(key)));
         }
     }
     let first = value("init_lora_weights").as_str().unwrap_or_default();

@@ -224,6 +224,21 @@ fn adapters_that_ask_for_more_are_refused() {
             json!("all"),
             "bias: expected \"none\", found \"all\"",
         ),
+        (
+            "use_rslora",
+            json!("no"),
+            "use_rslora: expected true or false, found \"no\"",
+        ),
+        (
+            "layer_replication",
+            json!([[0, 2], [1, 3]]),
+            "layer_replication: expected null, found [[0,2],[1,3]]",
+        ),
+        (
+            "alora_invocation_tokens",
+            json!([5]),
+            "alora_invocation_tokens: expected null, found [5]",
+        ),
         ("r", json!(0), "r: expected a rank above 0, found 0"),
         (
             "init_lora_weights",
@@ -271,6 +286,22 @@ fn adapters_that_ask_for_more_are_refused() {
         said.contains("expected a weight of the model beside it, found none"),
         "{said}"
     );
+}
+
+#[test]
+fn values_of_an_adapter_that_are_not_finite_are_refused() {
+    let to = tempfile::tempdir().unwrap();
+    let [a, b] =
+        ["A", "B"].map(|which| format!("model.layers.1.self_attn.o_proj.lora_{which}.weight"));
+    write(to.path(), &config(), &[(&a, [2, 32]), (&b, [32, 2])]);
+    let file = to.path().join("adapter_model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    *bytes.last_chunk_mut().unwrap() = f32::INFINITY.to_le_bytes();
+    std::fs::write(&file, bytes).unwrap();
+
+    let said = Adapter::open(to.path()).unwrap_err().to_string();
+    let named = format!("{}: base_model.model.{b}", file.display());
+    assert_eq!(said, format!("{named}: expected finite values, found inf"));
 }
 
 #[test]
