@@ -86,8 +86,8 @@ fn too_little(stage: usize, needed: u64, limit: u64) -> String {
     format!("stage {stage} needs {needs}, and has {has}: {more} more, or more stages")
 }
 
-/// Returns an error of candle as one of mpmd, without the backtrace that candle may capture: clients
-/// see the reason why weights are refused.
+/// Returns an error of candle as one of mpmd, without the backtrace that candle may capture:
+/// clients see the reason why weights are refused.
 pub(crate) fn of_candle(error: CandleError) -> Error {
     match error {
         CandleError::WithBacktrace { inner, .. } => of_candle(*inner),
