@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use mpmd::Error;
+use mpmd::candle::candle_core::Error as CandleError;
 use mpmd_base::bytes_text;
 
 /// A setting that does not fit the model or another setting. Retrying will not help.
@@ -85,6 +86,15 @@ fn too_little(stage: usize, needed: u64, limit: u64) -> String {
     format!("stage {stage} needs {needs}, and has {has}: {more} more, or more stages")
 }
 
+/// Returns an error of candle as one of mpmd, without the backtrace that candle may capture:
+/// clients see the reason why weights are refused.
+pub(crate) fn of_candle(error: CandleError) -> Error {
+    match error {
+        CandleError::WithBacktrace { inner, .. } => of_candle(*inner),
+        error => Error::kernel(error.to_string()),
+    }
+}
+
 /// Returns the error for a value in `file` other than expected. `subject` is the tensor or key with
 /// the value; it is empty if the file as a whole is meant.
 pub(crate) fn unexpected(
@@ -98,4 +108,22 @@ pub(crate) fn unexpected(
     Error::Environment(format!(
         "{file}: {subject}{colon}expected {expected}, found {found}"
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::backtrace::Backtrace;
+
+    use super::*;
+
+    #[test]
+    fn errors_of_candle_have_no_backtrace() {
+        let inner = CandleError::Msg("the reason".to_owned());
+        let with_backtrace = |inner| CandleError::WithBacktrace {
+            inner: Box::new(inner),
+            backtrace: Box::new(Backtrace::force_capture()),
+        };
+        let error = of_candle(with_backtrace(with_backtrace(inner)));
+        assert_eq!(error.to_string(), Error::kernel("the reason").to_string());
+    }
 }

@@ -21,6 +21,7 @@ use crate::hub::adapter_matrices::AdapterMatrices;
 use crate::hub::content::fold;
 use crate::hub::files::{LARGEST_FILE, checked};
 use crate::hub::stored_tensor::{DTYPES, convert, not_finite};
+use crate::text::neutral::asks_for_nothing;
 
 /// Prefix of the names in a file of adapters, since `peft` wraps the model twice.
 pub(crate) const WRAPPED: &str = "base_model.model.";
@@ -225,7 +226,7 @@ impl AdapterConfig {
             .map_err(|why| unexpected(&file, "", expected, why))?;
         let mut map: Map<String, Value> =
             read_json(&text).map_err(|why| unexpected(&file, "", expected, why))?;
-        map.retain(|key, value| matches!(&**key, "r" | "lora_alpha") || !is_neutral(value));
+        map.retain(|key, value| matches!(&**key, "r" | "lora_alpha") || !asks_for_nothing(value));
 
         let keys = ConfigKeys::new(&file, map);
         check_kind(&keys)?;
@@ -314,18 +315,6 @@ fn check_kind(keys: &ConfigKeys<'_>) -> Result<()> {
         None | Some(Value::Bool(_)) => Ok(()),
         Some(Value::String(first)) if FIRST_VALUES.contains(&&*first.to_lowercase()) => Ok(()),
         Some(first) => Err(keys.unexpected("init_lora_weights", expected, first)),
-    }
-}
-
-/// Returns true if a setting asks for nothing: false, zero, or empty.
-fn is_neutral(value: &Value) -> bool {
-    match value {
-        Value::Null => true,
-        Value::Bool(flag) => !flag,
-        Value::Number(number) => number.as_f64() == Some(0.0),
-        Value::String(text) => text.is_empty(),
-        Value::Array(values) => values.is_empty(),
-        Value::Object(map) => map.is_empty(),
     }
 }
 

@@ -208,9 +208,9 @@ impl Inference {
     /// # Errors
     ///
     /// If the folder is invalid, or a value is infinite or NaN. If config, tokenizer, end tokens or
-    /// chat templates differ from those of the model in use, as far as both folders have them. Every
-    /// process gets the error of the first one with an error, and none has the version. As for
-    /// [`Program::assert_same`] if the processes have read different weights.
+    /// chat templates differ from those of the model in use, as far as both folders have them.
+    /// Every process gets the error of the first one with an error, and none has the version. As
+    /// for [`Program::assert_same`] if the processes have read different weights.
     pub fn read_weights(&self, p: &mut Program, folder: &Path, version: u64) -> Result<()> {
         let devices = p.topology().devices_of(p.process()).to_vec();
         let what = FolderVersion {

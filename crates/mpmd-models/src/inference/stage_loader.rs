@@ -20,6 +20,7 @@ use crate::decoder::devices::DeviceDivision;
 use crate::decoder::{Caches, Decoder, DecoderPlan, EMBEDDING, OUTPUT, PassRows};
 use crate::division::costs::{HeldBytes, Room};
 use crate::division::rules;
+use crate::error::of_candle;
 use crate::hub::folder::Folder;
 use crate::inference::inference_state::{DeviceVersion, InferenceState};
 use crate::inference::pass::{CHOICE_ROW, InferencePass, NONE, choice_rows};
@@ -451,20 +452,21 @@ impl StageLoader {
         let own = self.mesh.devices()[0];
         let half = self.in_half && !device.is_cpu();
         let mut tensors = BTreeMap::new();
-        let failed = |why: candle_core::Error| Error::kernel(why.to_string());
 
         for (name, region) in self.regions(self.layers.clone(), own)? {
             let mut values = vec![0.0; region.elements()];
             source(&name, &region, &mut values)?;
-            let tensor = Tensor::from_vec(values, region.shape(), device).map_err(failed)?;
+            let tensor = Tensor::from_vec(values, region.shape(), device).map_err(of_candle)?;
             let tensor = match half {
-                true => tensor.to_dtype(candle_core::DType::BF16).map_err(failed)?,
+                true => tensor
+                    .to_dtype(candle_core::DType::BF16)
+                    .map_err(of_candle)?,
                 false => tensor,
             };
             tensors.insert(name, tensor);
         }
 
-        Decoder::new(self.plan(), self.layers.clone(), &parts_builder(tensors)).map_err(failed)
+        Decoder::new(self.plan(), self.layers.clone(), &parts_builder(tensors)).map_err(of_candle)
     }
 
     /// Converts a stage's inputs to bf16 if its accelerator holds the matrices in bf16.
@@ -512,7 +514,7 @@ impl StageLoader {
         };
 
         let part = Decoder::packed(self.plan(), self.layers.clone(), in_half, table, params);
-        part.map_err(|why| Error::kernel(why.to_string()))
+        part.map_err(of_candle)
     }
 
     /// Returns the stage's layers without values in their matrices.

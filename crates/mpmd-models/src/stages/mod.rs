@@ -22,7 +22,7 @@ use crate::decoder::{Decoder, DecoderPlan, EMBEDDING, OUTPUT};
 use crate::division::costs::{HeldBytes, Room};
 use crate::division::rules;
 use crate::division::{Division, by_work, check_layers, check_memory, costs};
-use crate::error::{DivisionError, InvalidSetting, unexpected};
+use crate::error::{DivisionError, InvalidSetting, of_candle, unexpected};
 use crate::family::ParameterSource;
 use crate::hub::adapter::Adapter;
 use crate::hub::folder::{CONFIG, Folder};
@@ -98,7 +98,7 @@ impl Stages {
             .iter()
             .map(|rope| RopeAngles::new(rope, positions));
         let angles = angles.collect::<CandleResult<_>>();
-        let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
+        let angles = angles.map_err(of_candle)?;
         let over = vec![DeviceDivision::ONE; stages.max(1)];
         let cut = costs(folder, &over, HeldBytes::default())?.cut(&[]);
         let cut = cut.map_err(|_| Error::kernel("no division without limits"))?;
@@ -522,7 +522,7 @@ impl Stages {
             .iter()
             .map(|rope| RopeAngles::fixed(rope, self.positions));
         let angles = angles.collect::<CandleResult<Vec<_>>>();
-        let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
+        let angles = angles.map_err(of_candle)?;
 
         let meshes = &meshes[..self.cut.len()];
         let mut loaders = Vec::new();

@@ -324,6 +324,22 @@ fn adapters_that_ask_for_more_are_refused() {
 }
 
 #[test]
+fn values_of_an_adapter_that_are_not_finite_are_refused() {
+    let to = tempfile::tempdir().unwrap();
+    let [a, b] =
+        ["A", "B"].map(|which| format!("model.layers.1.self_attn.o_proj.lora_{which}.weight"));
+    write(to.path(), &config(), &[(&a, [2, 32]), (&b, [32, 2])]);
+    let file = to.path().join("adapter_model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    *bytes.last_chunk_mut().unwrap() = f32::INFINITY.to_le_bytes();
+    std::fs::write(&file, bytes).unwrap();
+
+    let said = Adapter::open(to.path()).unwrap_err().to_string();
+    let named = format!("{}: base_model.model.{b}", file.display());
+    assert_eq!(said, format!("{named}: expected finite values, found inf"));
+}
+
+#[test]
 fn factors_of_modules_and_of_roots_count() {
     let to = tempfile::tempdir().unwrap();
     let [a, b] =
