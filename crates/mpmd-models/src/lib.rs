@@ -39,6 +39,7 @@ mod rope;
 mod stages;
 mod text;
 
+pub use config::neutral::asks_for_nothing;
 pub use config::{ExpertsConfig, HeadNorm, LayerConfig, ModelConfig, NormKind};
 pub use decoder::lora::{Lora, merged};
 pub use division::Division;
@@ -65,7 +66,6 @@ pub use stages::score;
 pub use stages::trainer::{TrainerSettings, evaluator, trainer};
 pub use text::conversation::{Conversation, ConversationError, ConversationFault};
 pub use text::examples::{read_examples, spread_examples};
-pub use text::neutral::asks_for_nothing;
 pub use text::prompts::{PromptEncoder, PromptFault, RenderedPrompt};
 pub use text::stream::TextStream;
 pub use text::template::{Day, InvalidDay, TemplateFault};

@@ -198,9 +198,9 @@ impl GenerateArgs {
             ids.clone()
         } else if let Some(message) = &self.chat {
             let text = prompts.rendered(&Conversation::of_user(message), None)?;
-            prompts.encode(&text)?
+            prompts.tokens(&text)?
         } else {
-            prompts.encode_text(self.prompt.as_deref().unwrap_or_default(), true)?
+            prompts.text_tokens(self.prompt.as_deref().unwrap_or_default(), true)?
         };
         check_rows(folder, prompts.tokenizer(), ids.iter())?;
         Ok(ids)

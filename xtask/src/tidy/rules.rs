@@ -35,6 +35,7 @@ pub(crate) const PRODUCTION_RULES: &[TidyRule] = &[
     deadlines_have_a_limit,
     version_is_told,
     tokens_become_text_in_one_module,
+    texts_become_tokens_in_one_module,
 ];
 
 const MOST_LINES: usize = 1000;
@@ -140,6 +141,18 @@ const DECODER_USERS: &[&str] = &[
     "crates/mpmd-models/src/text/piece_rule",
     "crates/mpmd-models/src/text/token_decoder",
 ];
+
+/// Modules that may call the encoder of a tokenizer, and one whose encoder is another.
+const ENCODER_USERS: &[&str] = &[
+    "crates/mpmd-models/src/text/tokens",
+    "crates/mpmd-serve/src/metrics",
+];
+
+/// Modules that may use the engine of chat templates.
+const TEMPLATE_USERS: &[&str] = &["crates/mpmd-models/src/text"];
+
+/// Methods of a tokenizer that turn texts into tokens.
+const ENCODING: &[&str] = &["encode", "encode_batch", "encode_fast"];
 
 /// Methods of a tokenizer and its decoder that turn tokens into text.
 const DECODING: &[&str] = &["decode", "decode_batch", "decode_chain", "decode_stream"];
@@ -441,15 +454,40 @@ fn tokens_become_text_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
     if !is_in(source, TOKENIZER_USERS) || is_in(source, DECODER_USERS) {
         return Vec::new();
     }
-    let text = |at: usize| source.tokens.get(at).map_or("", |token| &token.text);
-    let end = start_of_tests(source);
-    let is_call =
-        |at: &usize| text(*at) == "." && DECODING.contains(&text(at + 1)) && text(at + 2) == "(";
     let remedy = "the text of tokens depends on those before: use `TokenDecoder` or `TextStream`";
-    (0..end)
-        .filter(is_call)
-        .map(|at| finding(source.tokens[at + 1].line, remedy))
+    calls_of(source, DECODING)
+        .map(|line| finding(line, remedy))
         .collect()
+}
+
+/// Finds code that turns texts or conversations into tokens in another way than by
+/// `PromptEncoder`, which has the limits on templates and keeps users' text apart from tokens.
+fn texts_become_tokens_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
+    if !is_in(source, TOKENIZER_USERS) {
+        return Vec::new();
+    }
+    let remedy = "texts and conversations become tokens by `PromptEncoder` alone";
+    let mut found = Vec::new();
+    if !is_in(source, ENCODER_USERS) {
+        found.extend(calls_of(source, ENCODING));
+    }
+    if !is_in(source, TEMPLATE_USERS) {
+        let named = names_of(source, &["minijinja", "minijinja_contrib"]);
+        found.extend(named.into_iter().map(|named| named.line));
+    }
+    found
+        .into_iter()
+        .map(|line| finding(line, remedy))
+        .collect()
+}
+
+/// Returns the lines with calls of one of these methods, unit tests excepted.
+fn calls_of(source: &SourceFile, methods: &[&str]) -> impl Iterator<Item = usize> {
+    let text = |at: usize| source.tokens.get(at).map_or("", |token| &token.text);
+    let is_call = move |at: usize| text(at) == "." && text(at + 2) == "(";
+    (0..start_of_tests(source))
+        .filter(move |at| is_call(*at) && methods.contains(&text(at + 1)))
+        .map(|at| source.tokens[at + 1].line)
 }
 
 /// Returns the place of the first token of a file's unit tests, or the number of all tokens.
@@ -538,7 +576,18 @@ mod tests {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
             .parent()
             .unwrap();
-        for place in [PLANNERS, SIMULATED, TOKENIZER_USERS, DECODER_USERS].concat() {
+        let of_tokens = [
+            TOKENIZER_USERS,
+            DECODER_USERS,
+            ENCODER_USERS,
+            TEMPLATE_USERS,
+        ];
+        for place in [PLANNERS, SIMULATED]
+            .iter()
+            .chain(&of_tokens)
+            .copied()
+            .flatten()
+        {
             let path = root.join(place);
             assert!(
                 path.is_dir() || path.with_extension("rs").is_file(),
@@ -717,6 +766,17 @@ mod tests {
         assert_eq!(check("crates/mpmd-models/src/text/stream.rs"), [2, 4]);
         assert_eq!(check("crates/mpmd-models/src/text/token_decoder.rs"), NONE);
         assert_eq!(check("mpmd-transport/src/tcp/read.rs"), NONE);
+    }
+
+    #[test]
+    fn second_way_from_texts_to_tokens_is_found() {
+        let text = "use minijinja::Value;\nfn f() {\n tokenizer.encode(text, true);\n}\n\
+                    mod tests { fn f() { tokenizer.encode(text, true) } }";
+        let check = |path| broken(texts_become_tokens_in_one_module, path, text);
+        assert_eq!(check("crates/mpmd-serve/src/model.rs"), [3, 1]);
+        assert_eq!(check("crates/mpmd-models/src/text/examples.rs"), [3]);
+        assert_eq!(check("crates/mpmd-models/src/text/tokens.rs"), NONE);
+        assert_eq!(check("crates/mpmd-train/src/data/mod.rs"), NONE);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! keys of the `config.json` of a folder.
 
 mod keys;
+pub(crate) mod neutral;
 mod rope;
 
 use mpmd::candle::nn::Activation;

@@ -14,6 +14,7 @@ use mpmd::{Error, Fact, Result};
 use serde_json::{Map, Value};
 
 use crate::config::ConfigKeys;
+use crate::config::neutral::asks_for_nothing;
 use crate::decoder::lora::{Lora, MATRICES, WEIGHT};
 use crate::error::unexpected;
 use crate::family::ParameterSource;
@@ -21,7 +22,6 @@ use crate::hub::adapter_matrices::AdapterMatrices;
 use crate::hub::content::fold;
 use crate::hub::files::{LARGEST_FILE, checked};
 use crate::hub::stored_tensor::{DTYPES, convert, not_finite};
-use crate::text::neutral::asks_for_nothing;
 
 /// Prefix of the names in a file of adapters, since `peft` wraps the model twice.
 pub(crate) const WRAPPED: &str = "base_model.model.";

@@ -10,7 +10,7 @@ use mpmd::train::tensors::{JsonError, read_json};
 use serde::Deserialize;
 use serde_json::Value as Json;
 
-use super::neutral::asks_for_nothing;
+use crate::config::neutral::asks_for_nothing;
 
 /// The keys of a message under which templates find the model's thoughts, and clients send them.
 /// Templates read the first or the second one.
@@ -344,8 +344,8 @@ impl Content {
     }
 }
 
-/// Checks calls of tools: a list of objects with a name, and perhaps arguments. Some data sets leave
-/// out the object `function` around them.
+/// Checks calls of tools: a list of objects with a name, and perhaps arguments. Some data sets
+/// leave out the object `function` around them.
 fn check_calls(path: &str, calls: &Value) -> Result<(), ConversationFault> {
     let expected = "a list of objects with a function and its name";
     if calls.kind() != ValueKind::Seq {

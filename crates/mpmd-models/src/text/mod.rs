@@ -2,7 +2,6 @@
 
 pub(crate) mod conversation;
 pub(crate) mod examples;
-pub(crate) mod neutral;
 mod piece_rule;
 pub(crate) mod prompts;
 pub(crate) mod stream;

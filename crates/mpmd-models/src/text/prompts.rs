@@ -145,7 +145,7 @@ impl PromptEncoder {
     /// # Errors
     ///
     /// If the tokenizer fails.
-    pub fn encode(&self, prompt: &RenderedPrompt) -> Result<Vec<u32>> {
+    pub fn tokens(&self, prompt: &RenderedPrompt) -> Result<Vec<u32>> {
         let tokens = self.tokens_of(&prompt.0)?;
         Ok(tokens.into_iter().map(|(token, _)| token).collect())
     }
@@ -156,7 +156,7 @@ impl PromptEncoder {
     /// # Errors
     ///
     /// If the tokenizer fails.
-    pub fn encode_text(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+    pub fn text_tokens(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let encoding = encode_text(&self.tokenizer, text, special)?;
         Ok(encoding.get_ids().to_vec())
     }
@@ -389,7 +389,7 @@ mod tests {
 
     fn tokens(encoder: &PromptEncoder, conversation: &Conversation) -> Vec<u32> {
         let prompt = encoder.rendered(conversation, None).unwrap();
-        encoder.encode(&prompt).unwrap()
+        encoder.tokens(&prompt).unwrap()
     }
 
     #[test]

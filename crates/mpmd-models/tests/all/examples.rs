@@ -459,7 +459,7 @@ fn wrong_lines_are_refused_by_number() {
         ),
         (
             format!(r#"{{"messages": [{turn}, {{"role": "assistant", "content": 3}}]}}"#),
-            "messages[1].content: expected a text, or a list of objects with type \"text\" and text",
+            "messages[1].content: expected a text, or a list of objects with type \"text\"",
         ),
         (
             format!(r#"{{"prompt": [{turn}], "completion": [{turn}, {{"content": "a"}}]}}"#),

@@ -56,8 +56,8 @@ impl TrainingFiles {
     ///
     /// # Errors
     ///
-    /// As for [`check_inputs`]. If `--data` has neither examples nor tokens by its name, or only one
-    /// of training and held-out data are examples.
+    /// As for [`check_inputs`]. If `--data` has neither examples nor tokens by its name, or only
+    /// one of training and held-out data are examples.
     pub(super) fn check_readable(&self, source: &Folder, args: &TrainArgs) -> anyhow::Result<()> {
         let mut texts = self.texts.paths().to_vec();
         let mut files = self.data.paths().to_vec();

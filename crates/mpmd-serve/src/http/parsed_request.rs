@@ -191,7 +191,7 @@ fn chat_tokens(
         HttpFailure::field(field, why)
     })?;
     check(prompt.text())?;
-    let tokens = model.prompts.encode(&prompt);
+    let tokens = model.prompts.tokens(&prompt);
     tokens.map_err(|why| HttpFailure::field("messages", why))
 }
 
@@ -219,7 +219,7 @@ pub(super) fn tokens(
     let tokens = match source {
         PromptSource::Text { text, special } => {
             check(text)?;
-            let tokens = model.prompts.encode_text(text, *special);
+            let tokens = model.prompts.text_tokens(text, *special);
             tokens.map_err(|why| HttpFailure::field(name, why))?
         }
         PromptSource::Tokens(tokens) => tokens.clone(),

@@ -26,8 +26,8 @@ use prepared::{CallForm, PreparedConversation};
 pub(crate) use source::{FILES, source as template_source, special_tokens};
 use source::{KEY, SETTINGS};
 
-/// Stack of the thread that reads and renders a template, in bytes. Values inside each other, whose number is
-/// limited by fuel, are dropped by recursion. Memory is only taken for what is used.
+/// Stack of the thread that reads and renders a template, in bytes. Values inside each other, whose
+/// number is limited by fuel, are dropped by recursion. Memory is only taken for what is used.
 const STACK: usize = 1 << 30;
 
 /// The chat templates of a folder.
@@ -570,8 +570,8 @@ mod tests {
     #[test]
     fn messages_that_the_model_must_know_of_are_never_left_out() {
         let system = "{% if messages[0].role == 'system' %}{{ messages[0].content }}|{% endif %}";
-        let user = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | trim }}{% endif %}\
-                    {% endfor %}";
+        let user = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | trim }}\
+                    {% endif %}{% endfor %}";
         let both = format!("{system}{user}");
         let asked = r#"{"role": "user", "content": " Hey "}"#;
         for (source, before, expected) in [
