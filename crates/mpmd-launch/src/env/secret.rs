@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use rustix::fs::{Mode, OFlags, open};
 use rustix::process::geteuid;
@@ -17,6 +18,8 @@ const MOST: usize = 4096;
 
 /// Permission bits of the group and of other users.
 const OF_OTHERS: u32 = 0o077;
+/// Permission bits by which the group and other users can enter a folder.
+const ENTERED_BY_OTHERS: u32 = 0o011;
 
 /// Returns the ids of the users that this process trusts to own files: its own user and root.
 pub(super) fn owners() -> [u32; 2] {
@@ -56,7 +59,8 @@ pub(super) fn read(
 }
 
 /// Reads a file of at most `most` bytes that belongs to this user or root and that no other user
-/// can read or write. `variable` names the setting that has the path, for errors.
+/// can read or write, by its own mode or because a folder above it is closed to them. `variable`
+/// names the setting that has the path, for errors.
 ///
 /// # Errors
 ///
@@ -99,7 +103,8 @@ fn read_private_of(
             data.uid()
         )));
     }
-    if data.mode() & OF_OTHERS != 0 {
+    let is_reachable = data.nlink() > 1 || !is_in_private_folder(path, owners);
+    if data.mode() & OF_OTHERS != 0 && is_reachable {
         let mode = data.mode() & 0o7777;
         return Err(wrong(format!(
             "others can use it, its mode is {mode:04o}; make that 0600"
@@ -116,4 +121,16 @@ fn read_private_of(
         return Err(wrong(format!("it has more than {most} bytes")));
     }
     Ok(bytes)
+}
+
+/// True if a folder above a file can be entered by its owner alone, who is one of `owners`.
+fn is_in_private_folder(path: &str, owners: &[u32]) -> bool {
+    let Ok(path) = Path::new(path).canonicalize() else {
+        return false;
+    };
+    let is_private = |folder: &Path| {
+        let data = folder.metadata();
+        data.is_ok_and(|data| owners.contains(&data.uid()) && data.mode() & ENTERED_BY_OTHERS == 0)
+    };
+    path.ancestors().skip(1).any(is_private)
 }

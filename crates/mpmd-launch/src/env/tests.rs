@@ -416,10 +416,18 @@ const JOB_17: [(&str, &str); 3] = [
     ("MPMD_COORDINATOR", "h:17"),
 ];
 
-/// Reads the environment of a process with a secret file of these bytes and this mode.
+/// Reads the environment of a process with a secret file of these bytes and this mode, in a folder
+/// that all can enter.
 fn with_secret(bytes: &[u8], mode: u32) -> Result<JobEnv, LaunchError> {
+    with_secret_in(0o755, bytes, mode)
+}
+
+/// Reads the environment of a process with a secret file of these bytes and this mode, in a folder
+/// of another mode.
+fn with_secret_in(folder_mode: u32, bytes: &[u8], mode: u32) -> Result<JobEnv, LaunchError> {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(folder_mode)).unwrap();
     let file = folder.path().join("secret");
     std::fs::write(&file, bytes).unwrap();
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
@@ -475,6 +483,14 @@ fn unsafe_secret_files_are_refused() {
             &format!("its mode is {mode:04o}; make that 0600"),
         );
     }
+    for folder_mode in [0o710, 0o701, 0o777] {
+        refused(
+            with_secret_in(folder_mode, &[b'a'; 40], 0o644),
+            "others can use it",
+        );
+    }
+    with_secret_in(0o700, &[b'a'; 40], 0o644).unwrap();
+    with_secret_in(0o744, &[b'a'; 40], 0o644).unwrap();
     refused(
         with_secret(&[b'a'; 31], 0o600),
         "32 to 4096 bytes long; this one has 31",

@@ -111,8 +111,8 @@ fn best_model_and_patience_survive_a_restart() {
 
     // The model of the same step of another training.
     let record = written.path("best").join("best.json");
-    let line = fs::read_to_string(&record).unwrap();
-    assert_eq!(line, format!("{}\n", first["best"]));
+    let saved: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+    assert_eq!(saved, first["best"]);
     fs::write(&record, "{\"step\":2,\"held_out_loss\":9.5}\n").unwrap();
     let (_, said) = train(1, "100", &best);
     assert!(said.contains(warning), "{said}");

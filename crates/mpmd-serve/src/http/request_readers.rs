@@ -161,7 +161,7 @@ mod tests {
 
     fn readers() -> RequestReaders {
         RequestReaders {
-            longest: Duration::from_millis(30),
+            longest: Duration::from_millis(500),
             ..RequestReaders::default()
         }
     }
