@@ -218,10 +218,20 @@ fn run(site: &Sandbox, command: &PageCommand, script: &str) -> Result<(), String
 
 /// Returns true if a page's lines are those of the output, figures aside. A line `…` stands for any
 /// lines, and `…` in a line for any text.
+///
+/// A process of a job prints results, which are JSON, and messages by two streams. Their lines may
+/// come in any order.
 fn shows(page: &[String], output: &str) -> bool {
     let output: Vec<String> = output.lines().map(without_figures).collect();
     let page: Vec<String> = page.iter().map(|line| without_figures(line)).collect();
-    lines_match(&page, &output)
+    let results_last = |lines: &[String]| {
+        let (results, messages): (Vec<_>, Vec<_>) = lines
+            .iter()
+            .cloned()
+            .partition(|line| line.starts_with('{'));
+        [messages, results].concat()
+    };
+    lines_match(&page, &output) || lines_match(&results_last(&page), &results_last(&output))
 }
 
 fn lines_match(page: &[String], output: &[String]) -> bool {
@@ -278,5 +288,8 @@ fn output_is_compared_figures_aside() {
     assert!(shows(&page("begin   2 s\none\ntwo\nat main.rs:1"), output));
     assert!(!shows(&page("begin 20 s\none\nat main.rs:1"), output));
     assert!(!shows(&page("begin 20 s\n…\nat other.rs:…"), output));
+    let results = "{\"loss\":0.5}\nend\n";
+    assert!(shows(&page("end\n{\"loss\":1.5}"), results));
+    assert!(!shows(&page("end"), results));
     assert!(!shows(&page("begin 20 s\none"), output));
 }

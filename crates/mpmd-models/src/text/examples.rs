@@ -17,7 +17,7 @@ use crate::error::unexpected;
 use crate::hub::folder::{Folder, TOKENIZER};
 use crate::text::conversation::{Conversation, ConversationFault, KWARGS, pairs};
 use crate::text::prompts::PromptEncoder;
-use crate::text::template::{RenderedText, special_tokens};
+use crate::text::template::{RenderedText, TemplateFault, special_tokens};
 use crate::text::tokens::{check_rows, spread};
 
 /// Limit on the length of a line, in bytes. The tokenizer needs some 200 times the memory of the
@@ -147,7 +147,7 @@ pub fn read_examples(
     if all.is_empty() {
         return Err(unexpected(file, "", "examples", "none"));
     }
-    reader.warn_of_unread_keys();
+    reader.warn_of_unread_parts();
     reader.warn_of_ends(&all)?;
     Ok(all)
 }
@@ -159,7 +159,7 @@ struct ExampleReader<'a> {
     prompts: &'a PromptEncoder,
     /// The end token, looked up for the first line that needs it.
     end: Option<u32>,
-    /// Keys of messages that nothing reads.
+    /// What the chat template does not name: keys of messages, roles, and tools.
     unread: BTreeSet<String>,
     /// Number of the current line, for messages.
     number: usize,
@@ -195,6 +195,9 @@ impl ExampleReader<'_> {
                 .filter(|value| !value.is_none() && !value.is_undefined())
         };
         if let (Some(prompt), Some(completion)) = (get("prompt"), get("completion")) {
+            if get("messages").is_some() {
+                return Err(self.wrong(FORMS, "the keys messages and completion"));
+            }
             return match (prompt.as_str(), completion.as_str()) {
                 (Some(prompt), Some(completion)) => self.completion(prompt, completion),
                 (None, None) => {
@@ -265,12 +268,28 @@ impl ExampleReader<'_> {
             .and_then(|all| all.with_variables(KWARGS, &get(KWARGS)))
             .map_err(|why| self.at_field(&why))?;
         let keys = self.prompts.unread_keys(&conversation);
-        self.unread.extend(keys.into_iter().map(|(_, key)| key));
+        let keys = keys
+            .into_iter()
+            .map(|(_, key)| format!("the key {key} of messages"));
+        self.unread.extend(keys);
 
         let templates = self.prompts.templates();
         let templates = templates.map_err(|why| Error::Environment(why.to_string()))?;
         let texts = templates.texts(&conversation, from, self.prompts.settings(None));
-        let texts = texts.map_err(|why| self.wrong("a conversation for the chat template", why))?;
+        let texts = texts.map_err(|why| match why {
+            TemplateFault::Lost { message, role } => {
+                let at = format!("line {}: messages[{message}]", self.number);
+                let found = format!("one of the role {role} that it leaves out");
+                unexpected(
+                    self.file,
+                    &at,
+                    "a message that the chat template shows",
+                    found,
+                )
+            }
+            why => self.wrong("a conversation for the chat template", why),
+        })?;
+        self.unread.extend(templates.unread_parts(&conversation));
         let tokens = |text: &RenderedText| {
             let tokens = self.prompts.tokens_of(text);
             let tokens = tokens.map_err(|why| self.wrong("a text", why))?;
@@ -289,15 +308,12 @@ impl ExampleReader<'_> {
         }
     }
 
-    /// Logs the keys of messages that nothing has read.
-    fn warn_of_unread_keys(&self) {
+    /// Logs what the chat template does not name.
+    fn warn_of_unread_parts(&self) {
         if !self.unread.is_empty() {
-            let keys: Vec<&str> = self.unread.iter().map(String::as_str).collect();
-            let (file, keys) = (self.file.display(), keys.join(", "));
-            tracing::warn!(
-                "{file}: no prompt has the keys {keys} of messages: the chat template \
-                            does not read them"
-            );
+            let parts: Vec<&str> = self.unread.iter().map(String::as_str).collect();
+            let (file, parts) = (self.file.display(), parts.join(", "));
+            tracing::warn!("{file}: the chat template does not name {parts}");
         }
     }
 

@@ -10,6 +10,7 @@ use mpmd::sharding::Sharding;
 use mpmd::train::data::{SEPARATOR, TextBytes, TokenSource};
 use mpmd::train::tensors::read_json;
 use mpmd::{Error, ProcessId, Program, Result};
+use serde_json::Value;
 use tokenizers::{Encoding, ModelWrapper, Tokenizer};
 
 use crate::error::unexpected;
@@ -20,6 +21,9 @@ use crate::hub::folder::{Folder, TOKENIZER};
 const PIECE: usize = 64 << 10;
 /// Length of the text before and after a cut whose tokens are compared, in bytes.
 const CONTEXT: usize = 1 << 10;
+/// Limit on how many times longer a text may become before it is cut into tokens. The tokenizer may
+/// come from a stranger.
+const MOST_GROWTH: f64 = 64.0;
 /// Number of blanks that are tried as a cut within one piece's length.
 const TRIES: usize = 16;
 
@@ -37,6 +41,12 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
         .map_err(|why| unexpected(&file, "", expected, why))?;
     let mut tokenizer: Tokenizer =
         read_json(&json).map_err(|why| unexpected(&file, "", expected, why))?;
+    let normalizer = serde_json::to_value(tokenizer.get_normalizer());
+    let growth = normalizer.map_or(1.0, |normalizer| text_growth(&normalizer));
+    if growth > MOST_GROWTH {
+        let expected = format!("rules that make a text at most {MOST_GROWTH} times as long");
+        return Err(unexpected(&file, "normalizer", expected, growth));
+    }
     let unset = tokenizer.with_padding(None).with_truncation(None).map(drop);
     unset.map_err(|why| unexpected(&file, "", expected, why))?;
     // Some trainings leave it in the file. The tokens would differ from call to call.
@@ -48,6 +58,24 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
         tokenizer.with_model(bpe);
     }
     Ok(tokenizer)
+}
+
+/// Returns how many times longer the texts in a normalizer make a text at most.
+fn text_growth(normalizer: &Value) -> f64 {
+    let len = |text: &Value| text.as_str().map_or(0.0, |text| text.len() as f64);
+    match normalizer["type"].as_str() {
+        Some("Sequence") => {
+            let all = normalizer["normalizers"].as_array();
+            all.into_iter().flatten().map(text_growth).product()
+        }
+        Some("Replace") => match len(&normalizer["pattern"]["String"]) {
+            // An expression may match at each place, and replace nothing.
+            0.0 => 1.0 + len(&normalizer["content"]),
+            replaced => (len(&normalizer["content"]) / replaced).max(1.0),
+        },
+        Some("Prepend") => 1.0 + len(&normalizer["prepend"]),
+        _ => 1.0,
+    }
 }
 
 /// Turns a text into tokens, without special tokens.
@@ -357,7 +385,7 @@ impl TokenSource for Tokens {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 

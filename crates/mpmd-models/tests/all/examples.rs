@@ -290,7 +290,8 @@ fn empty_replies_and_thoughts_are_read() {
     let system = json!({ "role": "system", "content": "Say BANANA." });
     let reply = json!({ "role": "assistant", "content": "b" });
     let said = replies(lost, &json!({ "messages": [system, question, reply] })).unwrap_err();
-    let expected = "found messages[0]: the chat template leaves out messages of the role system";
+    let expected = "line 1: messages[0]: expected a message that the chat template shows, found \
+                    one of the role system that it leaves out";
     assert!(said.contains(expected), "{said}");
 }
 

@@ -38,6 +38,39 @@ fn dropout_left_in_the_file_is_off() {
 }
 
 #[test]
+fn tokenizers_that_blow_texts_up_are_refused() {
+    let replace = |pattern: Value, content: &str| {
+        let kind = "Replace";
+        json!({ "type": kind, "pattern": pattern, "content": content })
+    };
+    let of_text = |content: &str| replace(json!({ "String": "a" }), content);
+    for (normalizers, found) in [
+        (json!([of_text(&"a".repeat(3000))]), "3000"),
+        (
+            json!([of_text(&"a".repeat(9)), of_text(&"a".repeat(9))]),
+            "81",
+        ),
+        (
+            json!([replace(json!({ "Regex": "" }), &"a".repeat(99))]),
+            "100",
+        ),
+    ] {
+        let folder = copy("plain");
+        change_tokenizer(folder.path(), |tokenizer| {
+            tokenizer["normalizer"] = json!({ "type": "Sequence", "normalizers": normalizers });
+        });
+        let said = ids(&Folder::open(folder.path()).unwrap(), "a")
+            .unwrap_err()
+            .to_string();
+        let expected = format!(
+            "tokenizer.json: normalizer: expected rules that make a text at most 64 times as \
+             long, found {found}"
+        );
+        assert!(said.ends_with(&expected), "{said}");
+    }
+}
+
+#[test]
 fn words_after_a_million_blanks_are_split() {
     let folder = open("plain");
     let (before, after) = ("the fox", " jumps over the lazy dog. The river");

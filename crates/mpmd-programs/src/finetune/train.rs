@@ -248,6 +248,9 @@ pub(crate) fn run(
         ("--save-best", args.save_best.as_deref()),
     ];
     create_saved_folders(source, args.start.as_ref(), &saved)?;
+    if let Some(checkpoints) = &args.checkpoints {
+        check_outside(checkpoints, &saved)?;
+    }
 
     // Process 0 alone writes them.
     let mut job = compared(job, source, &inputs.all()).may_differ(["metrics"]);
@@ -306,6 +309,22 @@ pub(super) fn create_saved_folders(
             bail!("{option} {name}: expected another folder than that of {other}");
         }
         folders.push((option, folder));
+    }
+    Ok(())
+}
+
+/// Returns an error if a folder for a model is the folder of checkpoints, or inside it.
+fn check_outside(checkpoints: &Path, saved: &[(&str, Option<&Path>)]) -> anyhow::Result<()> {
+    let Ok(checkpoints) = checkpoints.canonicalize() else {
+        return Ok(());
+    };
+    for (option, folder) in saved {
+        let path = folder.and_then(|folder| folder.canonicalize().ok());
+        ensure!(
+            !path.is_some_and(|path| path.starts_with(&checkpoints)),
+            "{option} {}: expected a folder outside of that of --checkpoints",
+            folder.unwrap_or(Path::new("")).display()
+        );
     }
     Ok(())
 }

@@ -296,6 +296,31 @@ fn mistakes_in_arguments_start_no_process() {
 }
 
 #[test]
+fn models_are_saved_outside_of_checkpoints() {
+    let (model, text) = (path("plain"), text());
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = folder.path().join("checkpoints");
+    for inside in ["", "step-00000002"] {
+        let output = bare(FINETUNE)
+            .arg("--model")
+            .arg(&model)
+            .arg(&text)
+            .args(["--steps", "1", "--checkpoints"])
+            .arg(&checkpoints)
+            .arg("--save")
+            .arg(checkpoints.join(inside))
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(
+            said.contains("expected a folder outside of that of --checkpoints"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
 fn what_training_lacks_is_refused_and_scored() {
     let (folder, text) = (copy("gpt2"), text());
     change_config(folder.path(), |config| {

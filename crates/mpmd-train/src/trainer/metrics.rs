@@ -1,7 +1,7 @@
 //! The metrics of a training, as lines of JSON in a file.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Seek as _, SeekFrom, Write as _};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use mpmd_core::{Error, Recovery, Result};
@@ -10,6 +10,9 @@ use serde_json::json;
 use super::progress::say;
 use super::report::{EvaluationReport, StepReport};
 use crate::tensors::disk::beside;
+
+/// Largest length of a line that is read to recognise a file of metrics, in bytes.
+const LONGEST_LINE: u64 = 1 << 20;
 
 /// A file with one line of JSON for each step, evaluation and recovery. A line that cannot be
 /// written is skipped, so that the training continues.
@@ -23,8 +26,10 @@ pub(super) struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// Opens the file. If `append` is true, keeps its lines.
+    /// Opens the file. If `append` is true, keeps its lines. Returns an error if the file has
+    /// something else than metrics, which would be lost.
     pub(super) fn open(path: &Path, append: bool) -> Result<Self> {
+        check_content(path)?;
         let mut options = OpenOptions::new();
         options.create(true).write(true);
         let options = if append {
@@ -60,6 +65,7 @@ impl MetricsFile {
     /// Replaces the file by a new one. A stopped process that still has the old file open cannot
     /// write to the new one.
     pub(super) fn resume(path: &Path, step: u64, evaluation: u64) -> Result<Self> {
+        check_content(path)?;
         let refused = |error: &std::io::Error| unwritable(path, error);
         let text = match std::fs::read_to_string(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
@@ -165,6 +171,32 @@ impl MetricsFile {
     }
 }
 
+/// Returns an error if a file exists and does not begin with a line of metrics.
+fn check_content(path: &Path) -> Result<()> {
+    let is_file = std::fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() > 0);
+    if !is_file {
+        // There is none, or it is a pipe.
+        return Ok(());
+    }
+    let mut start = Vec::new();
+    let file = File::open(path).map_err(|error| unwritable(path, &error))?;
+    file.take(LONGEST_LINE)
+        .read_to_end(&mut start)
+        .map_err(|error| unwritable(path, &error))?;
+    let first = start
+        .split(|byte| *byte == b'\n')
+        .next()
+        .unwrap_or_default();
+    let line: Option<serde_json::Value> = serde_json::from_slice(first).ok();
+    match line.is_some_and(|line| line.get("step").is_some()) {
+        true => Ok(()),
+        false => Err(Error::Environment(format!(
+            "cannot write the metrics to {}: it has something else than metrics",
+            path.display()
+        ))),
+    }
+}
+
 /// Returns the field `seconds` of the last step or evaluation in the file's text, or 0.
 fn last_seconds(text: &str) -> f64 {
     let lines = text
@@ -187,6 +219,34 @@ fn unwritable(path: &Path, error: &std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn other_files_are_not_overwritten() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("text.txt");
+        for text in [
+            "A text to train on.\n",
+            "{\"prompt\": \"a\"}\n",
+            "{\"step\": 1",
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let opened = [
+                MetricsFile::open(&path, false),
+                MetricsFile::open(&path, true),
+            ];
+            let resumed = MetricsFile::resume(&path, 2, 2);
+            for metrics in opened.into_iter().chain([resumed]) {
+                let said = metrics.err().map(|why| why.to_string()).unwrap();
+                assert!(
+                    said.ends_with("it has something else than metrics"),
+                    "{said}"
+                );
+            }
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
+        std::fs::write(&path, "").unwrap();
+        assert!(MetricsFile::open(&path, false).is_ok());
+    }
 
     #[test]
     fn line_that_cannot_be_written_is_left_out_whole() {

@@ -1,19 +1,26 @@
-//! Bounds on lists that a template makes by `+` and `*`.
+//! Bounds on what operators of a template take.
 //!
-//! The engine counts fuel for texts before it makes them, but joins lists without. So a list that
-//! is joined with itself in a loop would take all memory. Here each operand of these operators gets
-//! a filter that refuses long lists and large factors.
+//! The engine counts fuel for texts before it makes them, but joins lists and compares values
+//! without. So a list that is joined with itself in a loop would take all memory, and a list that
+//! has another one twice, which does too, and so on, would be compared for ever. Here each operand
+//! of `+` and `*` gets a filter that refuses long lists and large factors, and each operand of a
+//! comparison one that takes fuel for all values in it.
 
 use std::ops::Range;
 
-use minijinja::value::ValueKind;
-use minijinja::{Environment, Error as JinjaError, ErrorKind, Value};
+use minijinja::value::{Kwargs, ValueKind};
+use minijinja::{Environment, Error as JinjaError, ErrorKind, State, Value, filters};
 
 /// Largest number of values in a list that is joined or repeated, and largest factor.
 const LONGEST: usize = 100_000;
 /// The filters of operands.
 const ADDED: &str = "|__added";
 const MULTIPLIED: &str = "|__multiplied";
+const COMPARED: &str = "|__compared";
+/// Number of comparisons that each value of a sorted list counts for.
+const COMPARISONS: usize = 4;
+/// Largest number of filters that a template gets.
+const MOST_FILTERS: usize = 10_000;
 /// Names that are no operands.
 const KEYWORDS: [&str; 11] = [
     "and", "block", "elif", "else", "if", "in", "is", "not", "or", "print", "return",
@@ -28,6 +35,11 @@ pub(super) fn limit(environment: &mut Environment<'_>) {
             _ => check_list(value),
         }
     });
+    environment.add_filter("__compared", |state: &State<'_, '_>, value: Value| {
+        charge(state, &value)?;
+        Ok::<_, JinjaError>(value)
+    });
+    limit_comparisons(environment);
     // Not a filter of Python's engine.
     environment.remove_filter("chain");
     environment.add_filter("sum", |values: Value| -> Result<Value, JinjaError> {
@@ -42,6 +54,69 @@ pub(super) fn limit(environment: &mut Environment<'_>) {
             false => Value::from(sum),
         })
     });
+}
+
+/// Replaces the tests and filters that compare values by ones that take fuel for all values in
+/// them.
+fn limit_comparisons(environment: &mut Environment<'_>) {
+    type Compare = fn(&Value, &Value) -> bool;
+    let tests: [(&[&str], Compare); 6] = [
+        (&["eq", "equalto", "=="], |a, b| a == b),
+        (&["ne", "!="], |a, b| a != b),
+        (&["lt", "lessthan", "<"], |a, b| a < b),
+        (&["le", "<="], |a, b| a <= b),
+        (&["gt", "greaterthan", ">"], |a, b| a > b),
+        (&["ge", ">="], |a, b| a >= b),
+    ];
+    for (names, compare) in tests {
+        for name in names {
+            let test = move |state: &State<'_, '_>, a: Value, b: Value| {
+                charge(state, &a)?;
+                charge(state, &b)?;
+                Ok::<_, JinjaError>(compare(&a, &b))
+            };
+            environment.add_test(*name, test);
+        }
+    }
+    environment.add_test("in", |state: &State<'_, '_>, a: Value, b: Value| {
+        charge(state, &a)?;
+        charge(state, &b)?;
+        minijinja::tests::is_in(state, &a, &b)
+    });
+
+    type Filter = fn(&State<'_, '_>, Value, Kwargs) -> Result<Value, JinjaError>;
+    let filters: [(&str, Filter); 5] = [
+        ("sort", filters::sort),
+        ("unique", filters::unique),
+        ("min", filters::min),
+        ("max", filters::max),
+        ("dictsort", |_, value, kwargs| {
+            filters::dictsort(&value, kwargs)
+        }),
+    ];
+    for (name, filter) in filters {
+        let limited = move |state: &State<'_, '_>, value: Value, kwargs: Kwargs| {
+            // Each value is compared with several others.
+            (0..COMPARISONS).try_for_each(|_| charge(state, &value))?;
+            filter(state, value, kwargs)
+        };
+        environment.add_filter(name, limited);
+    }
+}
+
+/// Takes fuel for a value and all values in it.
+fn charge(state: &State<'_, '_>, value: &Value) -> Result<(), JinjaError> {
+    state.consume_fuel(1)?;
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Iterable => {
+            value.try_iter()?.try_for_each(|one| charge(state, &one))
+        }
+        ValueKind::Map => value.try_iter()?.try_for_each(|key| {
+            charge(state, &key)?;
+            charge(state, &value.get_item(&key)?)
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Returns a value, or an error if it is a list that is too long or whose length is unknown.
@@ -59,10 +134,14 @@ fn too_long() -> JinjaError {
     JinjaError::new(ErrorKind::InvalidOperation, why)
 }
 
-/// Returns a template with filters at the operands of `+` and `*`.
+/// Returns a template with filters at the operands of `+`, `*` and comparisons.
 ///
 /// A line end behind the tag `raw` is kept, as Python's engine keeps it.
-pub(super) fn limited(source: &str) -> String {
+///
+/// # Errors
+///
+/// If the template has so many operators that reading it would take long.
+pub(super) fn limited(source: &str) -> Result<String, JinjaError> {
     let mut insertions: Vec<(usize, &str)> = Vec::new();
     for tag in tags(source) {
         match tag {
@@ -70,6 +149,10 @@ pub(super) fn limited(source: &str) -> String {
             Tag::Raw { end } if source[..end].ends_with(['-', '+']) => {}
             Tag::Raw { end } => insertions.push((end, "+")),
         }
+    }
+    if insertions.len() > MOST_FILTERS {
+        let why = format!("expected at most {} operators", MOST_FILTERS / 2);
+        return Err(JinjaError::new(ErrorKind::InvalidOperation, why));
     }
     insertions.sort_by_key(|(at, _)| *at);
 
@@ -80,7 +163,7 @@ pub(super) fn limited(source: &str) -> String {
         text += filter;
         done = at;
     }
-    text + &source[done..]
+    Ok(text + &source[done..])
 }
 
 /// A tag of a template.
@@ -141,21 +224,64 @@ fn end_of_tag(source: &str, start: usize) -> usize {
 /// Returns the filters for the operands in a tag, each with its place.
 fn insertions_of(source: &str, tag: Range<usize>) -> Vec<(usize, &'static str)> {
     let tokens: Vec<Token<'_>> = Lexer::new(source, tag).collect();
-    let mut insertions = Vec::new();
-    for at in 1..tokens.len() {
+    // The first `in` of a loop is no operator.
+    let mut names = tokens
+        .iter()
+        .skip_while(|token| matches!(token.text, "-" | "+"));
+    let is_loop = names.next().is_some_and(|first| first.text == "for");
+    let first = match tokens.iter().position(|token| token.text == "in") {
+        Some(at) if is_loop => at + 1,
+        _ => 1,
+    };
+    let mut insertions: Vec<(&Token<'_>, &'static str)> = Vec::new();
+    for at in first..tokens.len() {
         let filter = match tokens[at].text {
             "+" => ADDED,
             "*" => MULTIPLIED,
+            "==" | "!=" | "<" | "<=" | ">" | ">=" | "in" => COMPARED,
             _ => continue,
         };
-        let before = &tokens[at - 1];
-        let Some(end) = operand_end(&tokens, at + 1).filter(|_| before.ends_operand()) else {
+        let is_negated = tokens[at].text == "in" && tokens[at - 1].text == "not";
+        let before = tokens.get(at - 1 - usize::from(is_negated));
+        let Some(before) = before.filter(|before| before.ends_operand()) else {
             continue;
         };
-        insertions.push((before.end(), filter));
-        insertions.push((tokens[end].end(), filter));
+        let Some(end) = operand_end(&tokens, at + 1) else {
+            continue;
+        };
+        let operands = [before, &tokens[end]].map(|token| (token, filter));
+        insertions.extend(operands);
     }
+    insertions.extend(keys(&tokens).map(|at| (&tokens[at], COMPARED)));
+    // A literal is compared fast.
+    let is_needed =
+        |(token, filter): &(&Token<'_>, &str)| *filter != COMPARED || !token.is_literal();
+    let insertions = insertions.into_iter().filter(is_needed);
     insertions
+        .map(|(token, filter)| (token.end(), filter))
+        .collect()
+}
+
+/// Returns the last tokens of the keys in a tag, by which objects are made and their values taken.
+fn keys(tokens: &[Token<'_>]) -> impl Iterator<Item = usize> {
+    // The brackets around a token, each with its text and true if a value stands before it.
+    let mut open: Vec<(&str, bool)> = Vec::new();
+    let mut keys = Vec::new();
+    for (at, token) in tokens.iter().enumerate() {
+        let follows_operand = at > 0 && tokens[at - 1].ends_operand();
+        let is_key = match (token.text, open.last()) {
+            (":", Some(("{", _))) | ("]", Some(("[", true))) => follows_operand,
+            _ => false,
+        };
+        keys.extend(is_key.then(|| at - 1));
+        match token.text {
+            "(" | "[" | "{" => open.push((token.text, follows_operand)),
+            ")" | "]" | "}" => drop(open.pop()),
+            "}}" => drop((open.pop(), open.pop())),
+            _ => {}
+        }
+    }
+    keys.into_iter()
 }
 
 /// Returns the last token of the operand that begins at `at`: a name, a literal, or something in
@@ -211,6 +337,12 @@ impl Token<'_> {
     fn is_name(&self) -> bool {
         self.text
             .starts_with(|char: char| char.is_alphabetic() || char == '_')
+    }
+
+    /// True for a number or a text.
+    fn is_literal(&self) -> bool {
+        self.text
+            .starts_with(|char: char| char.is_ascii_digit() || "'\"".contains(char))
     }
 
     /// True for a token that can be the last one of an operand.
@@ -296,7 +428,7 @@ mod tests {
             ),
             (
                 "{{ -a + +b.c(d)[e].f | trim ~ g }}",
-                "{{ -a|A + +b.c(d)[e].f | trim|A ~ g }}",
+                "{{ -a|A + +b.c(d)[e|C].f | trim|A ~ g }}",
             ),
             ("{{ a * 2 ** 3 }}", "{{ a|M * 2|M ** 3 }}"),
             ("{{ {'a': {'b': c + d}} }}", "{{ {'a': {'b': c|A + d|A}} }}"),
@@ -313,13 +445,33 @@ mod tests {
                 "{% for i in (a + b)[1:] + c %}",
                 "{% for i in (a|A + b|A)[1:]|A + c|A %}",
             ),
+            (
+                "{% for m in messages if m.role == 'user' and m['a'] not in b[1:] %}",
+                "{% for m in messages if m.role|C == 'user' and m['a']|C not in b[1:]|C %}",
+            ),
+            ("{%- for a in b in c -%}", "{%- for a in b|C in c|C -%}"),
+            (
+                "{%+ for a, b in c if a in b %}",
+                "{%+ for a, b in c if a|C in b|C %}",
+            ),
+            (
+                "{% if 'a' in b %}{{ x is eq(y) }}",
+                "{% if 'a' in b|C %}{{ x is eq(y) }}",
+            ),
+            (
+                "{{ {a: 1, 'b': c[d:e]}[f] }}",
+                "{{ {a|C: 1, 'b': c[d:e|C]}[f|C] }}",
+            ),
+            ("{{ a <= -b }}", "{{ a|C <= -b|C }}"),
             ("{{ a + }}", "{{ a + }}"),
             ("{{ 'a", "{{ 'a"),
             ("{{ a + (b", "{{ a + (b"),
         ] {
             let found = limited(source)
+                .unwrap()
                 .replace(ADDED, "|A")
-                .replace(MULTIPLIED, "|M");
+                .replace(MULTIPLIED, "|M")
+                .replace(COMPARED, "|C");
             assert_eq!(found, expected, "{source}");
         }
     }

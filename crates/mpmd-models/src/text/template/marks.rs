@@ -204,9 +204,18 @@ pub(super) fn presence_mark(number: usize) -> Option<char> {
     char::from_u32(code).filter(|_| code <= LAST_PRESENCE)
 }
 
-/// Returns a text with a mark behind its first character that is no blank. Thoughts come before the
-/// mark, since templates leave them out. `None` for blanks alone.
-pub(super) fn with_presence(text: &str, mark: char) -> Option<String> {
+/// Place of a mark in a message.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum MarkPlace {
+    /// Behind the first character that is no blank.
+    Start,
+    /// Before the last character that is no blank.
+    End,
+}
+
+/// Returns a text with a mark inside. Thoughts come before the mark, since templates leave them
+/// out. `None` for blanks alone.
+pub(super) fn with_presence(text: &str, mark: char, place: MarkPlace) -> Option<String> {
     const THOUGHTS_END: &str = "</think>";
     let behind = text
         .rfind(THOUGHTS_END)
@@ -218,6 +227,11 @@ pub(super) fn with_presence(text: &str, mark: char) -> Option<String> {
     };
     let rest = &text[from..];
     let first = rest.trim_start().chars().next()?;
-    let at = from + rest.len() - rest.trim_start().len() + first.len_utf8();
+    let last = rest.trim_end().char_indices().next_back()?;
+    let at = from
+        + match place {
+            MarkPlace::Start => rest.len() - rest.trim_start().len() + first.len_utf8(),
+            MarkPlace::End => last.0,
+        };
     Some(format!("{}{mark}{}", &text[..at], &text[at..]))
 }

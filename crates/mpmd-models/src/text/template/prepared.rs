@@ -4,10 +4,10 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 use mpmd::train::tensors::read_json;
 
-use super::marks::{as_text, presence_mark, with_presence};
+use super::marks::{MarkPlace, as_text, presence_mark, with_presence};
 use super::python::json_text;
 use super::{Day, RenderSettings};
-use crate::text::conversation::{Conversation, Message, pairs};
+use crate::text::conversation::{Conversation, Message, THOUGHTS, pairs};
 
 /// Form of a message that calls tools. Templates differ in what they take.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -39,7 +39,8 @@ impl CallForm {
         match (self.has_objects, arguments.as_str()) {
             (false, None) => json_text(arguments).map_or_else(|_| arguments.clone(), Value::from),
             (true, Some(text)) => {
-                let text = if text.trim().is_empty() { "{}" } else { text };
+                let is_empty = matches!(text.trim(), "" | "null");
+                let text = if is_empty { "{}" } else { text };
                 let object = read_json::<Value>(text.as_bytes()).ok();
                 let object = object.filter(|object| object.kind() == ValueKind::Map);
                 object.unwrap_or_else(|| arguments.clone())
@@ -60,8 +61,6 @@ pub(super) struct PreparedConversation {
     pub(super) tools: Option<Value>,
     pub(super) variables: Vec<(String, Value)>,
     pub(super) day: Day,
-    /// The content of each message, as it came.
-    contents: Vec<String>,
 }
 
 /// A message that must be in the text of a conversation.
@@ -100,12 +99,11 @@ impl PreparedConversation {
             tools: conversation.tools.as_ref().map(text),
             variables: variables.collect(),
             day: settings.day,
-            contents: all.iter().map(|one| one.content().to_owned()).collect(),
         }
     }
 
     /// Returns the conversation with a mark in each message that its text must have.
-    pub(super) fn with_presence(&self) -> (Self, Vec<NeededMessage>) {
+    pub(super) fn with_presence(&self, place: MarkPlace) -> (Self, Vec<NeededMessage>) {
         let mut marked = self.clone();
         let mut needed = Vec::new();
         let last_user = self.roles.iter().rposition(|role| role == "user");
@@ -120,22 +118,12 @@ impl PreparedConversation {
             let content = content.as_ref().and_then(Value::as_str);
             let mark = presence_mark(needed.len()).filter(|_| is_needed);
             let Some(mark) = mark else { continue };
-            if let Some(content) = content.and_then(|text| with_presence(text, mark)) {
+            if let Some(content) = content.and_then(|text| with_presence(text, mark, place)) {
                 marked.messages[at] = with_content(&self.messages[at], content.into());
                 needed.push(NeededMessage { message: at, mark });
             }
         }
         (marked, needed)
-    }
-
-    /// True if a text has the content of a message as often as messages have it, trimmed or as
-    /// JSON.
-    pub(super) fn is_written(&self, message: usize, text: &str) -> bool {
-        let content = self.contents[message].trim();
-        let same = self.contents.iter().filter(|one| one.trim() == content);
-        let json = serde_json::Value::from(content).to_string();
-        let written = text.matches(content).count() + text.matches(&*json).count();
-        written >= same.count()
     }
 }
 
@@ -157,20 +145,28 @@ struct TemplateHabits {
     asks_for_none: bool,
     /// True if it takes arguments as they came.
     takes_texts: bool,
+    /// The keys under which it reads thoughts.
+    thoughts: Vec<&'static str>,
 }
 
 impl TemplateHabits {
     fn of(source: &str) -> Self {
+        let is_name = |char: char| char.is_alphanumeric() || char == '_';
         let asks_for_none = source.match_indices("content").any(|(at, name)| {
-            let is_name = |char: char| char.is_alphanumeric() || char == '_';
             let behind = source[at + name.len()..].trim_start_matches(['\'', '"', ']']);
             let asks = behind.starts_with(" is none") || behind.starts_with(" is not none");
             asks && !source[..at].ends_with(is_name)
         });
+        let reads = |key: &&str| has_word(source, key);
+        let thoughts: Vec<&str> = THOUGHTS.into_iter().filter(reads).collect();
         Self {
             knows_developer: source.contains("developer"),
             asks_for_none,
             takes_texts: source.contains("arguments is string"),
+            thoughts: match thoughts.is_empty() {
+                true => vec![THOUGHTS[0]],
+                false => thoughts,
+            },
         }
     }
 
@@ -189,8 +185,21 @@ impl TemplateHabits {
             };
             (key.clone(), value)
         });
-        Value::from_pairs(pairs)
+        let thoughts = message.thoughts.iter().flat_map(|thoughts| {
+            let keys = self.thoughts.iter();
+            keys.map(|key| ((*key).to_owned(), Value::from(&**thoughts)))
+        });
+        Value::from_pairs(pairs.chain(thoughts))
     }
+}
+
+/// True if a source has a word, not as a part of a longer one.
+fn has_word(source: &str, word: &str) -> bool {
+    let is_name = |char: char| char.is_alphanumeric() || char == '_';
+    let mut places = source.match_indices(word);
+    places.any(|(at, _)| {
+        !source[..at].ends_with(is_name) && !source[at + word.len()..].starts_with(is_name)
+    })
 }
 
 /// Returns calls of tools with their arguments changed by `change`.

@@ -19,6 +19,8 @@ use super::marks::REPLY;
 const FUEL: u64 = 1_000_000;
 /// Limit on the indent of JSON, in blanks, since the indent is built in memory.
 const WIDEST: usize = 64;
+/// Largest number of digits in a width or precision.
+const WIDTH_DIGITS: usize = 3;
 /// Limit on lists and objects inside each other in a value that is printed.
 const DEEPEST: usize = 100;
 /// Limit on the text of a value, and on the text of a conversation, in bytes.
@@ -75,6 +77,21 @@ fn strftime_now(state: &State<'_, '_>, format: String) -> Result<String, JinjaEr
     text.ok_or_else(|| invalid("strftime_now: expected a form of a date"))
 }
 
+/// Returns an error if a form of numbers or texts has a width or precision that takes much memory,
+/// or takes one from its arguments.
+fn check_widths(form: &str) -> Result<(), JinjaError> {
+    let mut digits = form.split(|char: char| !char.is_ascii_digit());
+    let is_nested = form.split('{').any(|field| {
+        let end = field.find(['}', ':']).unwrap_or(field.len());
+        field[end..].starts_with(':') && !field[end..].contains('}')
+    });
+    if digits.any(|digits| digits.len() > WIDTH_DIGITS) || is_nested || form.contains('*') {
+        let why = format!("expected a form with widths of at most {WIDTH_DIGITS} digits");
+        return Err(invalid(why));
+    }
+    Ok(())
+}
+
 /// Calls a method of Python that values of the engine lack.
 fn method(
     state: &mut State<'_, '_>,
@@ -82,6 +99,9 @@ fn method(
     name: &str,
     args: &[Value],
 ) -> Result<Value, JinjaError> {
+    if let ("format", Some(text)) = (name, value.as_str()) {
+        check_widths(text)?;
+    }
     let texts = |parts: Vec<&str>| -> Value { parts.into_iter().map(str::to_owned).collect() };
     match (name, value.as_str(), args) {
         ("removeprefix", Some(text), [affix]) => {
