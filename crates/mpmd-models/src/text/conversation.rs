@@ -58,7 +58,7 @@ pub(super) struct Message {
 pub struct ConversationFault {
     /// Path of the value, such as `messages[1].content`.
     pub field: String,
-    /// What the value must be.
+    /// The expected kind of value.
     pub expected: String,
     /// The start of the value, as JSON.
     pub found: String,

@@ -159,7 +159,7 @@ struct ExampleReader<'a> {
     prompts: &'a PromptEncoder,
     /// The end token, looked up for the first line that needs it.
     end: Option<u32>,
-    /// What the chat template does not name: keys of messages, roles, and tools.
+    /// Keys of messages, roles and tools that the chat template does not name.
     unread: BTreeSet<String>,
     /// Number of the current line, for messages.
     number: usize,
@@ -308,7 +308,7 @@ impl ExampleReader<'_> {
         }
     }
 
-    /// Logs what the chat template does not name.
+    /// Logs the parts of conversations that the chat template does not name.
     fn warn_of_unread_parts(&self) {
         if !self.unread.is_empty() {
             let parts: Vec<&str> = self.unread.iter().map(String::as_str).collect();

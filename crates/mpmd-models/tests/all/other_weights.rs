@@ -215,6 +215,30 @@ fn weights_of_other_models_are_refused_by_key() {
 }
 
 #[test]
+fn end_tokens_of_the_model_in_use_count_from_either_file() {
+    let (used, other) = (chat("plain"), chat("plain"));
+    change_json(used.path(), GENERATION, |json| {
+        json["eos_token_id"] = json!([1, 7])
+    });
+    fs::remove_file(other.path().join(GENERATION)).unwrap();
+    assert_eq!(
+        exchange(used.path(), other.path()),
+        None,
+        "those of the config"
+    );
+    change_config(other.path(), |config| {
+        config["eos_token_id"] = json!([7, 1])
+    });
+    assert_eq!(exchange(used.path(), other.path()), None, "all of them");
+    change_config(other.path(), |config| config["eos_token_id"] = json!(7));
+    let said = exchange(used.path(), other.path()).unwrap();
+    assert!(
+        said.starts_with("config.json: eos_token_id: expected {1}"),
+        "{said}"
+    );
+}
+
+#[test]
 fn tied_and_missing_weights_are_named() {
     let used = copy("grouped");
     let other = copy("grouped");

@@ -14,11 +14,13 @@ use crate::division::DivisionArgs;
 use crate::inputs::{InputFiles, check_inputs, compared};
 
 /// Options of training that `--score`, `--evaluate` and `--merge` would ignore.
-const NOT_SCORED: [&str; 17] = [
+const NOT_SCORED: [&str; 21] = [
     "TEXT",
     "data",
     "held_out",
     "evaluate_every",
+    "patience",
+    "save_best",
     "steps",
     "lr",
     "warmup",
@@ -26,9 +28,11 @@ const NOT_SCORED: [&str; 17] = [
     "weight_decay",
     "seed",
     "lora",
+    "lora_alpha",
     "save",
     "save_adapter",
     "checkpoints",
+    "save_every",
     "metrics",
     "elastic",
     "publish",

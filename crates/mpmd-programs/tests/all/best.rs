@@ -367,6 +367,16 @@ fn options_that_lack_another_are_refused() {
             "'--evaluate <FILE>' cannot be used with '--publish <ADDRESS>'",
         ),
         (
+            &["--evaluate", text, "--patience", "2"],
+            2,
+            "'--evaluate <FILE>' cannot be used with '--patience <N>'",
+        ),
+        (
+            &["--score", text, "--tokens", "9", "--save-best", &best],
+            2,
+            "'--score <FILE>' cannot be used with '--save-best <DIR>'",
+        ),
+        (
             &["--evaluate", text, "--lr", "1"],
             2,
             "'--evaluate <FILE>' cannot be used with '--lr <LR>'",

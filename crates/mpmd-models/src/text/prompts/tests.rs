@@ -15,6 +15,11 @@ const THINK: &str = "<think>";
 
 /// Returns the encoder of a test folder with added tokens and a template.
 fn encoder(name: &str) -> PromptEncoder {
+    encoder_with(name, TEMPLATE)
+}
+
+/// Returns the encoder of a test folder with added tokens and another template.
+fn encoder_with(name: &str, template: &str) -> PromptEncoder {
     let from = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/folders")
         .join(name);
@@ -33,7 +38,7 @@ fn encoder(name: &str) -> PromptEncoder {
         json["model"]["vocab"][text] = next.into();
     }
     fs::write(&file, json.to_string()).unwrap();
-    fs::write(to.path().join("chat_template.jinja"), TEMPLATE).unwrap();
+    fs::write(to.path().join("chat_template.jinja"), template).unwrap();
     PromptEncoder::of(&Folder::open(to.path()).unwrap()).unwrap()
 }
 
@@ -121,4 +126,16 @@ fn special_tokens_of_messages_are_tokens_if_asked() {
     );
     let encoder = encoder.parse_special(true);
     assert_eq!(count(tokens(&encoder, &conversation)), 2);
+}
+
+#[test]
+fn keys_that_spell_special_tokens_are_text() {
+    let object = r#"{"messages": [{"role": "user", "content": "a"}],
+        "chat_template_kwargs": {"given": {"<|end|>": "<|end|>"}}}"#;
+    let conversation = Conversation::of_json(object.as_bytes()).unwrap();
+    let template = "{{ given | tojson }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}";
+    let encoder = encoder_with("plain", template);
+    let end = encoder.tokenizer().token_to_id("<|end|>").unwrap();
+    let found = tokens(&encoder, &conversation);
+    assert_eq!(found.iter().filter(|token| **token == end).count(), 1);
 }

@@ -1,10 +1,11 @@
-//! Bounds on what operators of a template take.
+//! Limits on the operands of a template's operators.
 //!
-//! The engine counts fuel for texts before it makes them, but joins lists and compares values
-//! without. So a list that is joined with itself in a loop would take all memory, and a list that
-//! has another one twice, which does too, and so on, would be compared for ever. Here each operand
-//! of `+` and `*` gets a filter that refuses long lists and large factors, and each operand of a
-//! comparison one that takes fuel for all values in it.
+//! The engine takes fuel for the texts that a template makes. It takes none for joined lists and
+//! compared values. A list that is joined with itself in a loop would take all memory. Lists that
+//! share their parts would be compared for ever.
+//!
+//! So the operands of `+` and `*` get a filter that refuses long lists and large factors. The
+//! operands of comparisons get one that takes fuel for all values in them.
 
 use std::ops::Range;
 
@@ -204,7 +205,7 @@ fn tags(source: &str) -> Vec<Tag> {
     tags
 }
 
-/// Returns the place at which a tag ends, whose content begins at `start`.
+/// Returns the end of the tag whose content begins at `start`.
 fn end_of_tag(source: &str, start: usize) -> usize {
     let is_end = |token: &Token| matches!(token.text, "%}" | "}}");
     let mut depth = 0usize;

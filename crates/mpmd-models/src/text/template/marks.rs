@@ -4,6 +4,7 @@
 //! A template cuts, trims and joins texts, so a position in its result says nothing about a
 //! message. A mark goes with the text around it. All marks are removed again.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use aho_corasick::{AhoCorasick, MatchKind};
@@ -161,18 +162,13 @@ enum Border {
     End,
 }
 
-/// Returns a value whose texts have no marks of their own. With `added` tokens, texts that spell a
-/// special one have quotes.
+/// Returns a value whose texts and keys have no marks of their own. With `added` tokens, those that
+/// spell a special one have quotes.
 pub(super) fn as_text(value: &Value, added: Option<&AddedTokens>) -> Value {
     match value.kind() {
         ValueKind::String => {
-            let Some(text) = value.as_str() else {
-                return value.clone();
-            };
-            let text = without_marks(text);
-            added
-                .map_or_else(|| text.clone(), |added| added.quoted(&text))
-                .into()
+            let text = value.as_str().unwrap_or_default();
+            plain_text(text, added).into()
         }
         ValueKind::Seq => match value.try_iter() {
             Ok(values) => values.map(|value| as_text(&value, added)).collect(),
@@ -181,7 +177,10 @@ pub(super) fn as_text(value: &Value, added: Option<&AddedTokens>) -> Value {
         ValueKind::Map => match pairs(value) {
             Some(pairs) => {
                 let pairs = pairs.into_iter();
-                Value::from_pairs(pairs.map(|(key, value)| (key, as_text(&value, added))))
+                let plain = |(key, value): (String, Value)| {
+                    (plain_text(&key, added), as_text(&value, added))
+                };
+                Value::from_pairs(pairs.map(plain))
             }
             None => value.clone(),
         },
@@ -189,13 +188,23 @@ pub(super) fn as_text(value: &Value, added: Option<&AddedTokens>) -> Value {
     }
 }
 
-/// Returns a text with a replacement for each character that is used as a mark.
-fn without_marks(text: &str) -> String {
-    let is_any = |char: char| is_mark(char) || (PRESENCE..=LAST_PRESENCE).contains(&char.into());
-    if !text.contains(is_any) {
-        return text.to_owned();
+/// Returns a text with a replacement for each character that is used as a mark, and with quotes in
+/// all that spells a special token among `added`.
+fn plain_text(text: &str, added: Option<&AddedTokens>) -> String {
+    let is_any = |char: char| is_mark(char) || is_presence_mark(&char);
+    let text = match text.contains(is_any) {
+        true => Cow::Owned(text.replace(is_any, "\u{fffd}")),
+        false => Cow::Borrowed(text),
+    };
+    match added {
+        Some(added) => added.quoted(&text),
+        None => text.into_owned(),
     }
-    text.replace(is_any, "\u{fffd}")
+}
+
+/// True for a character that shows that a message is in the result.
+pub(super) fn is_presence_mark(char: &char) -> bool {
+    (PRESENCE..=LAST_PRESENCE).contains(&u32::from(*char))
 }
 
 /// Returns the mark of the message with this number. `None` beyond the last one.

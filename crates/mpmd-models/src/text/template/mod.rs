@@ -1,7 +1,8 @@
 //! The chat template of a folder: a conversation as text.
 //!
-//! [`source`] finds the template, [`python`] has what templates take from Python, [`growth`] bounds
-//! what they make, and [`marks`] tells where the parts of a text came from.
+//! [`source`] finds the template, and [`prepared`] brings a conversation into its form. [`python`]
+//! has the functions of Python. [`growth`] limits the values that a template makes. [`marks`] tells
+//! messages, replies and the template's own text apart.
 
 mod day;
 mod growth;
@@ -10,7 +11,7 @@ mod prepared;
 mod python;
 mod source;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
@@ -23,12 +24,13 @@ use crate::text::conversation::Conversation;
 pub use day::{Day, InvalidDay};
 use marks::MarkPlace;
 pub(crate) use marks::{AddedTokens, RenderedText};
-use prepared::{CallForm, PreparedConversation};
+use prepared::{CallForm, NeededMessage, PreparedConversation, TemplateHabits, has_word};
 pub(crate) use source::{FILES, source as template_source, special_tokens};
 use source::{KEY, SETTINGS};
 
-/// Stack of the thread that reads and renders a template, in bytes. Values inside each other, whose
-/// number is limited by fuel, are dropped by recursion. Memory is only taken for what is used.
+/// Stack of the thread that reads and renders a template, in bytes. A template can put values
+/// inside each other, as many as its fuel allows, and they are dropped by recursion. Memory is only
+/// taken for the part that is used.
 const STACK: usize = 1 << 30;
 
 /// The chat templates of a folder.
@@ -42,6 +44,7 @@ pub(crate) struct Templates {
 struct Template {
     environment: Environment<'static>,
     source: String,
+    habits: TemplateHabits,
     special: BTreeMap<String, String>,
     marks_replies: bool,
 }
@@ -149,7 +152,7 @@ impl Templates {
             let keys = message.unknown.iter();
             keys.map(move |key| (at, &**key))
         });
-        keys.filter(|(_, key)| !source.contains(key))
+        keys.filter(|(_, key)| !has_word(source, key))
     }
 
     /// Returns the roles and other parts of a conversation that its template does not name, as
@@ -158,12 +161,12 @@ impl Templates {
         const COMMON: [&str; 4] = ["system", "developer", "user", "assistant"];
         let source = &self.template(conversation).source;
         let roles = conversation.roles();
-        let is_unknown = |role: &&str| !COMMON.contains(role) && !source.contains(role);
+        let is_unknown = |role: &&str| !COMMON.contains(role) && !has_word(source, role);
         let mut parts: Vec<String> = roles
             .filter(is_unknown)
             .map(|role| format!("the role {role}"))
             .collect();
-        if conversation.tools.is_some() && !source.contains("tools") {
+        if conversation.tools.is_some() && !has_word(source, "tools") {
             parts.push("tools".to_owned());
         }
         parts
@@ -254,6 +257,7 @@ impl Template {
         })?;
         Ok(Self {
             environment,
+            habits: TemplateHabits::of(&source),
             source,
             special,
             marks_replies,
@@ -268,7 +272,7 @@ impl Template {
         asks: bool,
     ) -> Result<(PreparedConversation, RenderedText), TemplateFault> {
         let with = |form| {
-            let prepared = PreparedConversation::new(conversation, &self.source, settings, form);
+            let prepared = PreparedConversation::new(conversation, &self.habits, settings, form);
             let text = self.render(&prepared, prepared.messages.len(), asks)?;
             Ok((prepared, text))
         };
@@ -290,7 +294,7 @@ impl Template {
         prepared: &PreparedConversation,
         asks: bool,
     ) -> Result<(), TemplateFault> {
-        let mut lost = Vec::new();
+        let mut lost = BTreeSet::new();
         // A template may cut off the start or the end of a message, or look at it.
         for place in [MarkPlace::Start, MarkPlace::End] {
             let (marked, needed) = prepared.with_presence(place);
@@ -298,12 +302,13 @@ impl Template {
                 // Then the marks have misled the template.
                 return Ok(());
             };
-            lost = needed
-                .into_iter()
-                .filter(|needed| !found.contains(needed.mark))
-                .filter(|needed| place == MarkPlace::Start || lost.contains(&needed.message))
-                .map(|needed| needed.message)
-                .collect();
+            let shown: BTreeSet<char> = found.chars().filter(marks::is_presence_mark).collect();
+            let is_lost = |needed: &NeededMessage| {
+                let is_candidate = place == MarkPlace::Start || lost.contains(&needed.message);
+                is_candidate && !shown.contains(&needed.mark)
+            };
+            let needed = needed.into_iter().filter(is_lost);
+            lost = needed.map(|needed| needed.message).collect();
             if lost.is_empty() {
                 break;
             }
@@ -391,7 +396,7 @@ impl Template {
             start = start.max(before.len());
         }
 
-        // Where the template itself says what a reply is, only that is one.
+        // A template may say itself what a reply is.
         let mut whole = whole;
         if !self.marks_replies {
             let reply = start..whole.text.len();

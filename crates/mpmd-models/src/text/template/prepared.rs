@@ -72,14 +72,13 @@ pub(super) struct NeededMessage {
 }
 
 impl PreparedConversation {
-    /// Prepares a conversation for the template with this source.
+    /// Prepares a conversation for a template with these habits.
     pub(super) fn new(
         conversation: &Conversation,
-        source: &str,
+        habits: &TemplateHabits,
         settings: RenderSettings<'_>,
         form: CallForm,
     ) -> Self {
-        let habits = TemplateHabits::of(source);
         let text = |value: &Value| as_text(value, settings.quoted);
         let all = &conversation.messages;
         let messages = all.iter().map(|message| {
@@ -137,8 +136,8 @@ fn with_content(message: &Value, content: Value) -> Value {
     Value::from_pairs(pairs)
 }
 
-/// What a template expects of messages, by its source. Templates differ here, and cannot be asked.
-struct TemplateHabits {
+/// The forms of messages that a template takes. They are found in its source.
+pub(super) struct TemplateHabits {
     /// True if it has a case for the role `developer`.
     knows_developer: bool,
     /// True if it asks whether a content is none, as a reply with calls alone has it.
@@ -150,7 +149,7 @@ struct TemplateHabits {
 }
 
 impl TemplateHabits {
-    fn of(source: &str) -> Self {
+    pub(super) fn of(source: &str) -> Self {
         let is_name = |char: char| char.is_alphanumeric() || char == '_';
         let asks_for_none = source.match_indices("content").any(|(at, name)| {
             let behind = source[at + name.len()..].trim_start_matches(['\'', '"', ']']);
@@ -194,7 +193,7 @@ impl TemplateHabits {
 }
 
 /// True if a source has a word, not as a part of a longer one.
-fn has_word(source: &str, word: &str) -> bool {
+pub(super) fn has_word(source: &str, word: &str) -> bool {
     let is_name = |char: char| char.is_alphanumeric() || char == '_';
     let mut places = source.match_indices(word);
     places.any(|(at, _)| {

@@ -77,17 +77,25 @@ fn strftime_now(state: &State<'_, '_>, format: String) -> Result<String, JinjaEr
     text.ok_or_else(|| invalid("strftime_now: expected a form of a date"))
 }
 
-/// Returns an error if a form of numbers or texts has a width or precision that takes much memory,
-/// or takes one from its arguments.
+/// Returns an error if a field of a form, such as `{:>8}`, has a width or precision that takes much
+/// memory, or takes one from the arguments.
 fn check_widths(form: &str) -> Result<(), JinjaError> {
-    let mut digits = form.split(|char: char| !char.is_ascii_digit());
-    let is_nested = form.split('{').any(|field| {
-        let end = field.find(['}', ':']).unwrap_or(field.len());
-        field[end..].starts_with(':') && !field[end..].contains('}')
-    });
-    if digits.any(|digits| digits.len() > WIDTH_DIGITS) || is_nested || form.contains('*') {
-        let why = format!("expected a form with widths of at most {WIDTH_DIGITS} digits");
-        return Err(invalid(why));
+    let mut rest = form;
+    while let Some(at) = rest.find('{') {
+        rest = &rest[at + 1..];
+        if let Some(text) = rest.strip_prefix('{') {
+            // Two of them are text.
+            rest = text;
+            continue;
+        }
+        let (field, behind) = rest.split_once('}').unwrap_or((rest, ""));
+        let form = field.split_once(':').map_or("", |(_, form)| form);
+        let mut digits = form.split(|char: char| !char.is_ascii_digit());
+        if form.contains('{') || digits.any(|digits| digits.len() > WIDTH_DIGITS) {
+            let why = format!("expected a form with widths of at most {WIDTH_DIGITS} digits");
+            return Err(invalid(why));
+        }
+        rest = behind;
     }
     Ok(())
 }

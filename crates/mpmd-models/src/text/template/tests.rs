@@ -145,6 +145,11 @@ fn templates_find_what_python_has() {
             "{{ 'ab'.removeprefix('a') }}{{ 'ab'.removesuffix('b') }}",
             "ba",
         ),
+        ("{{ '**{}** of 2024'.format('ab') }}", "**ab** of 2024"),
+        (
+            "{{ '{{:99999}} {:>4}|{:.2f}'.format('a', 0.5) }}",
+            "{:99999}    a|0.50",
+        ),
         (
             "{{ 'äb'.index('b') }}{{ messages[0].copy().role }}",
             "1user",
@@ -289,4 +294,34 @@ fn fuzz_templates() {
             assert!(!prompt.text.contains(marks::REPLY));
         }
     });
+}
+
+#[test]
+fn many_messages_are_looked_for_at_once() {
+    let system = r#"{"role": "system", "content": "S"},"#.repeat(5000);
+    let list = format!("[{system} {{\"role\": \"user\", \"content\": \"Hey\"}}]");
+    let all = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let found = prompt(all, &messages(&list)).unwrap();
+    assert_eq!(found.len(), 5003);
+    let all_but_one = "{% for m in messages %}{% if loop.index0 != 77 %}{{ m.content }}\
+                       {% endif %}{% endfor %}";
+    let said = prompt(all_but_one, &messages(&list))
+        .unwrap_err()
+        .to_string();
+    assert!(said.contains("message 77, of the role system"), "{said}");
+}
+
+#[test]
+fn keys_are_read_by_templates_that_have_the_whole_word() {
+    let object = r#"{"messages": [{"role": "user", "content": "a", "id": 5, "mood": "x"}]}"#;
+    let conversation = Conversation::of_json(object.as_bytes()).unwrap();
+    let unread = |source: &str| -> Vec<String> {
+        let templates = Templates {
+            all: [None, Some(Template::new(source, BTreeMap::new()).unwrap())],
+        };
+        let keys = templates.unread_keys(&conversation);
+        keys.map(|(at, key)| format!("{at} {key}")).collect()
+    };
+    assert_eq!(unread("{{ identity }} {{ moody }}"), ["0 id", "0 mood"]);
+    assert_eq!(unread("{{ messages[0]['id'] }}{{ m.mood }}"), [""; 0]);
 }
