@@ -80,7 +80,8 @@ pub fn spread_examples(
 }
 
 /// Reads the examples of each line of a file. Only tokens of a completion or of an assistant's
-/// reply have a loss, as does the end token of a completion.
+/// reply have a loss, as does the end token of a completion. Errors call `time` by the name that it
+/// has for the user, `time_name`.
 ///
 /// # Errors
 ///
@@ -92,6 +93,7 @@ pub fn read_examples(
     folder: &Folder,
     prompts: &PromptEncoder,
     time: usize,
+    time_name: &str,
 ) -> Result<Vec<Examples>> {
     let failed = |why| unexpected(file, "", "lines of JSON", why);
     let mut lines = BufReader::new(File::open(file).map_err(failed)?);
@@ -138,7 +140,7 @@ pub fn read_examples(
 
     if let Some((tokens, number)) = long.iter().max() {
         reader.number = *number;
-        let expected = format!("at most {} tokens, for rows of {time}", time + 1);
+        let expected = format!("at most {} tokens for {time_name} {time}", time + 1);
         let count = long.len();
         let all = all.iter().map(Vec::len).sum::<usize>();
         let found = format!("{tokens}, the longest of {count} (of {all}) that are too long");

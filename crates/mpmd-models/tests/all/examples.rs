@@ -61,7 +61,7 @@ fn read(folder: &Path, lines: &[impl ToString], time: usize) -> Result<Vec<Seque
     fs::write(&file, lines.join("\n")).unwrap();
     let opened = Folder::open(folder).unwrap();
     let prompts = PromptEncoder::of(&opened).unwrap();
-    let read = read_examples(&file, &opened, &prompts, time);
+    let read = read_examples(&file, &opened, &prompts, time, "--time");
     let read = read.map(|lines| lines.concat());
     read.map_err(|error| {
         error
@@ -515,7 +515,7 @@ fn wrong_lines_are_refused_by_number() {
     let long =
         |words: usize| json!({ "prompt": "x", "completion": " y".repeat(words) }).to_string();
     let said = refused(&[long(20), good.to_string(), long(22), long(3)]);
-    let expected = "data.jsonl: line 3: expected at most 9 tokens, for rows of 8, found 47, the \
+    let expected = "data.jsonl: line 3: expected at most 9 tokens for --time 8, found 47, the \
                     longest of 2 (of 4) that are too long";
     assert!(said.starts_with(expected), "{said}");
     assert!(refused(&[]).starts_with("data.jsonl: expected examples, found none"));

@@ -130,7 +130,7 @@ impl TrainingFiles {
 fn examples_of(file: &Path, source: &Folder, args: &TrainArgs) -> Result<Vec<Vec<Sequence>>> {
     let prompts = args.chat.prompts(source);
     let prompts = prompts.map_err(|why| mpmd::Error::Environment(format!("{why:#}")))?;
-    read_examples(file, source, &prompts, args.time)
+    read_examples(file, source, &prompts, args.time, "--time")
 }
 
 /// Reads the tokens of texts, or of one file of tokens if `raw` has their type.
