@@ -270,13 +270,7 @@ impl AdapterConfig {
             ));
         }
 
-        let module = start.trim_end_matches('.');
-        let is_of = |end: &String| {
-            let before = module.strip_suffix(end.as_str());
-            before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
-        };
-        let own = self.alphas.iter().find(|(end, _)| is_of(end));
-        let alpha = own.map_or(self.lora_alpha, |(_, alpha)| *alpha);
+        let alpha = self.alpha(start.trim_end_matches('.'))?;
         let by = if self.has_root {
             (rank as f64).sqrt()
         } else {
@@ -298,6 +292,29 @@ impl AdapterConfig {
             inputs,
             scale,
         })
+    }
+
+    /// Returns the alpha of a module.
+    ///
+    /// # Errors
+    ///
+    /// If several names of `alpha_pattern` fit the module, with different numbers. `peft` takes the
+    /// first of the file, but objects of JSON have no order.
+    fn alpha(&self, module: &str) -> Result<f64> {
+        let is_of = |end: &str| {
+            let before = module.strip_suffix(end);
+            before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+        };
+        let mut own = self.alphas.iter().filter(|(end, _)| is_of(end));
+        let Some((first, alpha)) = own.next() else {
+            return Ok(self.lora_alpha);
+        };
+        if let Some((other, _)) = own.find(|(_, other)| *other != alpha) {
+            let expected = format!("one number for {module}");
+            let found = format!("those of {first:?} and {other:?}");
+            return Err(unexpected(&self.file, "alpha_pattern", expected, found));
+        }
+        Ok(*alpha)
     }
 }
 

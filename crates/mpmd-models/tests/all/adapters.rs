@@ -370,6 +370,16 @@ fn factors_of_modules_and_of_roots_count() {
         scored(&[("alpha_pattern", others), ("lora_alpha", json!(1))]),
         expected
     );
+
+    let both = json!({ "o_proj": 8, "layers.1.self_attn.o_proj": 8 });
+    assert_eq!(scored(&[("alpha_pattern", both)]), expected);
+    let mut config = json!({ "peft_type": "LORA", "r": 4, "lora_alpha": 8 });
+    config["alpha_pattern"] = json!({ "o_proj": 8, "layers.1.self_attn.o_proj": 4 });
+    write(to.path(), &config, &matrices);
+    let said = Adapter::open(to.path()).unwrap_err().to_string();
+    let expected = "alpha_pattern: expected one number for model.layers.1.self_attn.o_proj, found \
+                    those of \"layers.1.self_attn.o_proj\" and \"o_proj\"";
+    assert!(said.contains(expected), "{said}");
 }
 
 #[test]
