@@ -1,5 +1,7 @@
 //! The vector instructions that this process's kernels compute with. Only this file asks the
 //! processor for its instructions.
+//
+// invariant: one-width
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};

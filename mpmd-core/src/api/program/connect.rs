@@ -137,7 +137,6 @@ struct FormerMember {
 /// Fills settings that the program has not set with the values of environment variables.
 fn with_settings(mut builder: Builder) -> Result<Builder> {
     mpmd_launch::adopt()?;
-    vectors::check_limit()?;
     let folder =
         std::env::var_os(mpmd_launch::variables::TRACE).filter(|folder| !folder.is_empty());
     builder.trace = builder.trace.or(folder.map(PathBuf::from));

@@ -1,28 +1,9 @@
 //! The vectors that all processes of a job compute with.
 
-use mpmd_base::{VectorWidth, variables};
 use mpmd_device::cpu;
-use mpmd_launch::LaunchError;
 use mpmd_rendezvous::{Fact, JoinedEpoch};
 
-use crate::error::{Error, Result};
 use crate::warning::tell_user;
-
-/// Checks the value of `MPMD_SIMD`, which `cpu::width` follows.
-pub(super) fn check_limit() -> Result<()> {
-    let Some(value) = std::env::var_os(variables::SIMD) else {
-        return Ok(());
-    };
-    let value = value.to_string_lossy();
-    match value.is_empty() || VectorWidth::named(&value).is_some() {
-        true => Ok(()),
-        false => Err(Error::Launch(LaunchError::Variable {
-            variable: variables::SIMD.to_owned(),
-            value: value.into_owned(),
-            expected: VectorWidth::ALL.map(VectorWidth::name).join(", "),
-        })),
-    }
-}
 
 /// Narrows this process's vectors to those of its job, before its first kernel. Process 0 says
 /// which process is the narrowest if they differ.
@@ -61,7 +42,7 @@ pub(super) fn candle_fact() -> Option<Fact> {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_base::ProcessId;
+    use mpmd_base::{ProcessId, VectorWidth};
     use mpmd_rendezvous::{CommitStanding, JobMember};
 
     use super::*;
