@@ -270,9 +270,11 @@ pub mod kernels {
         //! Products of matrices in host memory, for kernels and stages of your own.
         //!
         //! [`matmul`], [`matmul_nt`] and [`matmul_tn`] multiply row-major slices of a [`Scalar`],
-        //! on the calling thread. The same operands give the same bits on every call.
+        //! on the calling thread. The same operands give the same bits on every call, and on every
+        //! processor of a job. [`width`] is the [`VectorWidth`] that the job computes with.
 
         pub use mpmd_device::cpu::matmul::{Scalar, matmul, matmul_nt, matmul_tn};
+        pub use mpmd_device::cpu::{VectorWidth, width};
     }
 }
 

@@ -34,4 +34,5 @@ mod traces;
 mod train_gpt;
 mod transfers;
 mod transport;
+mod vectors;
 mod without_features;

@@ -1,5 +1,6 @@
 //! Numbers of processes and devices, the one module through which the framework blocks, byte counts
-//! as text, deadlines, the environment variables, and the meaning of a repeated signal.
+//! as text, deadlines, the environment variables, widths of vectors, and the meaning of a repeated
+//! signal.
 //!
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 
@@ -11,6 +12,7 @@ pub mod deadline;
 mod seconds;
 mod stop;
 pub mod variables;
+mod vector_width;
 
 use std::fmt;
 
@@ -18,6 +20,7 @@ pub use bytes::{ByteCountError, bytes_text, parse_bytes};
 pub use seconds::seconds_text;
 use serde::{Deserialize, Serialize};
 pub use stop::{StopRequest, StopRequests};
+pub use vector_width::VectorWidth;
 
 /// The number of a process in the job, counted from 0.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]

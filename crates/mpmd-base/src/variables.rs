@@ -32,6 +32,9 @@ pub const CUDA_IPC: &str = "MPMD_CUDA_IPC";
 /// The time for which a transport polls for work before it sleeps: `auto`, `never`, `always`,
 /// or microseconds.
 pub const SPIN: &str = "MPMD_SPIN";
+/// The widest vector instructions that this process may compute with: `baseline`, `avx2` or
+/// `avx512`. All processes of a job compute with the narrowest width among them.
+pub const SIMD: &str = "MPMD_SIMD";
 /// Number of cores of the job's processes on this host together, if each process is bound to some
 /// of them. Without it, a process counts the cores that it may use itself.
 pub const CORES: &str = crate::block::CORES;

@@ -1,7 +1,6 @@
 //! Matrix products on the threads that candle computes with, or on the calling thread.
 
-use gemm::Parallelism;
-use mpmd_device::cpu::matmul;
+use mpmd_device::cpu::matmul::{self, Parallelism};
 
 pub(crate) type Matrix<'a> = matmul::MatrixRef<'a, f32>;
 

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use mpmd_base::VectorWidth;
 use serde::{Deserialize, Serialize};
 
 /// The current activity of one process of a job.
@@ -12,6 +13,9 @@ pub struct Activity {
     /// The name of the process's host.
     #[serde(default)]
     pub host: String,
+    /// The vectors that all processes of the job compute with. `None` of an older process.
+    #[serde(default)]
+    pub vectors: Option<VectorWidth>,
     /// Number of steps that the program has ended.
     pub steps: u64,
     /// Seconds between the ends of the last two steps. `None` before the second end.

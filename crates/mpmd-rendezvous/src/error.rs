@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::facts::{Difference, on_two, over_time};
+use mpmd_base::VectorWidth;
 use mpmd_proto::wire::ProcessId;
 
 /// The reason why a rendezvous failed. The server sends some of these errors to its clients.
@@ -170,6 +171,23 @@ pub enum RendezvousError {
         other_host: String,
         /// The facts that differ, with the values of `process` first.
         facts: Vec<Difference>,
+    },
+    /// A process that came after the job's start has narrower vectors than the job computes with.
+    /// The others go on. The environment's fault.
+    #[error(
+        "process {process} on host {host} cannot compute as this job does: the job has used \
+         {job} vectors since its start, and this process has {vectors} at most. Start the job \
+         with MPMD_SIMD={vectors} on all processes, so that it can take such a process"
+    )]
+    Narrower {
+        /// The number of the process that was refused.
+        process: ProcessId,
+        /// The host of `process`.
+        host: String,
+        /// The widest vectors of `process`.
+        vectors: VectorWidth,
+        /// The vectors of the job.
+        job: VectorWidth,
     },
     /// The files of a process have changed while it waited for a place. The environment's fault.
     #[error(

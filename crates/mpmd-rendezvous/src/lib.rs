@@ -51,6 +51,7 @@ mod succession;
 
 use serde::{Deserialize, Serialize};
 
+use mpmd_base::VectorWidth;
 use mpmd_proto::router::Failure;
 use mpmd_proto::wire::ProcessId;
 
@@ -88,6 +89,8 @@ pub struct JobMember {
     /// Facts about the program that must be equal on all processes. In [`JoinedEpoch::members`],
     /// only the first member has them.
     pub facts: Box<[Fact]>,
+    /// The vectors that the process can compute with, and after its first epoch those of the job.
+    pub vectors: VectorWidth,
     /// The reason why the process cannot take part; `None` if it can. The other processes then fail
     /// with this reason at once.
     pub trouble: Option<String>,
@@ -121,6 +124,19 @@ pub struct JoinedEpoch {
     pub members: Vec<JobMember>,
     /// The job's complete commits, and the number of processes that leave it.
     pub standing: CommitStanding,
+}
+
+impl JoinedEpoch {
+    /// Returns the vectors that all processes compute with, the same in all epochs of the job.
+    pub fn vectors(&self) -> VectorWidth {
+        narrowest(&self.members)
+    }
+}
+
+/// Returns the narrowest vectors of some processes.
+fn narrowest<'a>(members: impl IntoIterator<Item = &'a JobMember>) -> VectorWidth {
+    let widths = members.into_iter().map(|member| member.vectors);
+    widths.min().unwrap_or_default()
 }
 
 /// The state of a job's commits at the start of an epoch.

@@ -13,7 +13,7 @@ use mpmd_proto::control::{self, ControlError};
 use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol of this crate. Server and clients must have the same.
-pub const VERSION: u16 = 13;
+pub const VERSION: u16 = 14;
 
 /// The longest value that can be set under a key, in bytes.
 ///
@@ -317,6 +317,8 @@ impl FrameBuffer {
 
 #[cfg(test)]
 mod tests {
+    use mpmd_base::VectorWidth;
+
     use super::super::{Fact, Heir, SizeRange};
     use super::*;
 
@@ -441,6 +443,7 @@ mod tests {
             ],
             program: "p".into(),
             facts: Box::new([Fact::new("--seed", "1")]),
+            vectors: VectorWidth::Avx2,
             trouble: Some("none".into()),
             sizes: SizeRange::of([1, 2, 4]),
             is_added: true,

@@ -14,6 +14,7 @@ mod leaves;
 mod lending;
 mod looping;
 mod parts;
+mod products;
 mod publishing;
 mod routing;
 mod sending;
@@ -55,6 +56,12 @@ const ALL: &[Named] = &[
         settings: |b| b,
         devices: 0,
         run: parts::transport,
+    },
+    Named {
+        name: "products",
+        settings: |b| b,
+        devices: 0,
+        run: products::product,
     },
     Named {
         name: "device_put_uncommitted",

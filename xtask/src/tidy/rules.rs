@@ -36,6 +36,7 @@ pub(crate) const PRODUCTION_RULES: &[TidyRule] = &[
     version_is_told,
     tokens_become_text_in_one_module,
     texts_become_tokens_in_one_module,
+    one_width_of_vectors,
 ];
 
 const MOST_LINES: usize = 1000;
@@ -156,6 +157,9 @@ const ENCODING: &[&str] = &["encode", "encode_batch", "encode_fast"];
 
 /// Methods of a tokenizer and its decoder that turn tokens into text.
 const DECODING: &[&str] = &["decode", "decode_batch", "decode_chain", "decode_stream"];
+
+/// The module that may ask the processor for its instructions.
+const WIDTH_FINDERS: &[&str] = &["crates/mpmd-device/src/cpu/width"];
 
 /// Finds Rust files that cannot be split into tokens. No other rule can check these.
 fn rust_can_be_read(source: &SourceFile) -> Vec<TidyFinding> {
@@ -460,6 +464,20 @@ fn tokens_become_text_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
         .collect()
 }
 
+/// Finds code that asks the processor for its instructions. It would compute with others than the
+/// rest of the job.
+fn one_width_of_vectors(source: &SourceFile) -> Vec<TidyFinding> {
+    if is_in(source, WIDTH_FINDERS) {
+        return Vec::new();
+    }
+    let tokens = &source.tokens[..start_of_tests(source)];
+    tokens
+        .iter()
+        .filter(|token| token.text == "is_x86_feature_detected")
+        .map(|token| finding(token.line, "the job decides: use `mpmd_device::cpu::width`"))
+        .collect()
+}
+
 /// Finds code that turns texts or conversations into tokens in another way than by
 /// `PromptEncoder`, which has the limits on templates and keeps users' text apart from tokens.
 fn texts_become_tokens_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
@@ -744,6 +762,14 @@ mod tests {
             ),
             NONE
         );
+    }
+
+    #[test]
+    fn question_to_the_processor_is_found() {
+        let text = "fn f() -> bool {\n is_x86_feature_detected!(\"avx2\")\n}";
+        let check = |path| broken(one_width_of_vectors, path, text);
+        assert_eq!(check("crates/mpmd-device/src/cpu/packed.rs"), [2]);
+        assert_eq!(check("crates/mpmd-device/src/cpu/width.rs"), NONE);
     }
 
     #[test]

@@ -37,7 +37,10 @@ pub(super) fn text(look: &JobLook) -> String {
             .set_cell_alignment(CellAlignment::Right);
     }
 
-    let mut text = format!("job at {}\n{}\n", look.job, table.trim_fmt());
+    let known = look.processes.iter().flat_map(|seen| &seen.activity);
+    let vectors = known.filter_map(|activity| activity.vectors).min();
+    let vectors = vectors.map_or_else(String::new, |width| format!(", {width} vectors"));
+    let mut text = format!("job at {}{vectors}\n{}\n", look.job, table.trim_fmt());
     for seen in &look.processes {
         let _ = write!(text, "\nprocess {}", seen.process);
         match (&seen.activity, &seen.unknown) {
@@ -168,6 +171,7 @@ fn closing(text: &str) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
+    use mpmd_base::VectorWidth;
     use mpmd_record::activity::{DeviceActivity, MemoryActivity};
 
     use super::*;
@@ -185,6 +189,7 @@ mod tests {
         let activity = Activity {
             pid: 77,
             host: "node1".into(),
+            vectors: Some(VectorWidth::Avx2),
             steps: 3,
             issued: 1200,
             in_flight: 4,
@@ -223,7 +228,7 @@ mod tests {
         let text = text(&look);
         let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
         let words = |at: usize| lines[at].split_whitespace().collect::<Vec<_>>().join(" ");
-        assert_eq!(lines[0], "job at 127.0.0.1:7");
+        assert_eq!(lines[0], "job at 127.0.0.1:7, avx2 vectors");
         assert_eq!(
             words(2),
             "0 77 3 250.00 ms 76 % 1200 4 (2.0 KiB) 2.0 KiB of 4.0 KiB 0 B 3.0 KiB/s -"

@@ -1,5 +1,8 @@
 //! Rounding, hashing and comparing the bits of arrays, at about the speed of memory.
 
+#[cfg(target_arch = "x86_64")]
+use super::{VectorWidth, width};
+
 /// Number of the hash's keys in the precomputed table.
 const KEYS: usize = 4096;
 static TABLE: [u32; KEYS] = table();
@@ -43,8 +46,8 @@ pub fn round_to_bf16(values: &[u8], out: &mut [u8]) {
     assert_eq!(values.len(), 2 * out.len(), "bytes");
 
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has the instructions.
+    if width() >= VectorWidth::Avx2 {
+        // SAFETY: the processor has the instructions of this width.
         return unsafe { round_wide(values, out) };
     }
     round(values, out);
@@ -83,8 +86,8 @@ fn round(values: &[u8], out: &mut [u8]) {
 pub fn sum_of_words(bytes: &[u8], word: usize, first: usize) -> u64 {
     assert!([1, 2, 4].contains(&word), "words of {word} bytes");
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has the instructions.
+    if width() >= VectorWidth::Avx2 {
+        // SAFETY: the processor has the instructions of this width.
         return unsafe { sum_wide(bytes, word, first) };
     }
     sum(bytes, word, first)

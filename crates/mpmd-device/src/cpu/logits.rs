@@ -2,6 +2,8 @@
 //! results do not depend on the processor.
 
 use super::lanes;
+#[cfg(target_arch = "x86_64")]
+use super::{VectorWidth, width};
 
 /// Number of partial results that are computed in parallel.
 const LANES: usize = 16;
@@ -12,7 +14,7 @@ const SHIFT: u32 = 17;
 /// Number of bins of [`TokenWeights::bin`].
 pub const BINS: usize = 1 << (31 - SHIFT);
 
-/// Defines a function that calls another function, in an AVX2 variant if the processor has AVX2.
+/// Defines a function that calls another function, in an AVX2 variant if the width allows.
 /// Neither variant fuses products and sums, so both give the same bits.
 macro_rules! widest {
     ($name:ident = $function:ident($($argument:ident: $of:ty),*) $(-> $result:ty)?) => {
@@ -24,8 +26,8 @@ macro_rules! widest {
                     $function($($argument),*)
                 }
 
-                if is_x86_feature_detected!("avx2") {
-                    // SAFETY: the processor has the instructions.
+                if width() >= VectorWidth::Avx2 {
+                    // SAFETY: the processor has the instructions of this width.
                     return unsafe { with_avx2($($argument),*) };
                 }
             }

@@ -2,33 +2,38 @@
 //!
 //! Products of dense row-major matrices run on the calling thread alone, because a device has one
 //! thread. [`multiply`] takes other matrices and more threads. The same operands give the same bits
-//! on every call, regardless of the number of processes and threads.
+//! on every call, regardless of the number of processes and threads, on all hosts whose
+//! [`width`] is the same: no cache and no other property of the processor counts.
 
 use std::any::type_name;
 
-use gemm::Parallelism;
+pub use gemm_common::Parallelism;
+
+use super::products::{ProductElement, ProductPlaces, Strided, StridedMut};
+use super::{VectorWidth, width};
+
+/// Length of the longest sum that is computed at once. `gemm` cuts sums where the caches of the
+/// processor end, but never shorter than this, so two hosts would add in different orders.
+const LONGEST_SUM: usize = 512;
 
 /// An element type of matrices that can be multiplied: `f32` or `f64`.
 pub trait Scalar: sealed::Sealed + Copy + Send + Sync + 'static {
     /// The neutral element of addition.
     const ZERO: Self;
-    /// The neutral element of multiplication.
-    const ONE: Self;
 }
 
 impl Scalar for f32 {
     const ZERO: Self = 0.0;
-    const ONE: Self = 1.0;
 }
 
 impl Scalar for f64 {
     const ZERO: Self = 0.0;
-    const ONE: Self = 1.0;
 }
 
-/// Prevents other implementations of `Scalar`: `gemm` panics for any other type.
+/// Prevents other implementations of `Scalar`: there are kernels for no other type.
 mod sealed {
-    pub trait Sealed {}
+    #[expect(private_bounds, reason = "nobody else implements it")]
+    pub trait Sealed: super::ProductElement {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
 }
@@ -171,6 +176,16 @@ impl<'a, T> MatrixRef<'a, T> {
         }
     }
 
+    /// Returns the places of the rows and columns from `row` and `column` on, which exist.
+    fn from(&self, row: usize, column: usize) -> Strided<T> {
+        let first = row * self.row_stride + column * self.column_stride;
+        Strided {
+            data: self.data[first..].as_ptr(),
+            row_stride: self.row_stride as isize,
+            column_stride: self.column_stride as isize,
+        }
+    }
+
     /// Returns the number of columns.
     pub fn columns(&self) -> usize {
         self.columns
@@ -198,13 +213,26 @@ fn assert_rows(len: usize, rows: usize, columns: usize, stride: usize) {
 /// parallelism. Row `i` of `c` begins at element `i * stride`. Elements between the rows do not
 /// change.
 ///
-/// One thread sums each element of the product, in an order that depends only on the shapes. So the
-/// result has the same bits with any number of threads.
+/// One thread sums each element of the product, in an order that depends only on the shapes and on
+/// [`width`]. So the result has the same bits with any number of threads.
 ///
 /// # Panics
 ///
 /// If the shapes do not fit each other, or a row is longer than `stride`.
 pub fn multiply<T: Scalar>(
+    c: &mut [T],
+    stride: usize,
+    a: MatrixRef<'_, T>,
+    b: MatrixRef<'_, T>,
+    accumulate: bool,
+    threads: Parallelism,
+) {
+    multiply_by(width(), c, stride, a, b, accumulate, threads);
+}
+
+/// Computes [`multiply`] with the vector instructions of `width`.
+fn multiply_by<T: Scalar>(
+    width: VectorWidth,
     c: &mut [T],
     stride: usize,
     a: MatrixRef<'_, T>,
@@ -234,42 +262,57 @@ pub fn multiply<T: Scalar>(
         return;
     }
 
-    // SAFETY: no dimension is zero here. `c` is addressed as row * stride + column with row < m and
-    // column < n <= stride, which lies within its elements (checked above), and no two places are
-    // equal. An operand is addressed in the same way within its own elements (checked where it was
-    // made), or with its strides swapped together with the dimensions. So all accesses lie within
-    // the three slices. A slice is at most `isize::MAX` bytes, so no stride that is used overflows
-    // `isize`. `c` is borrowed exclusively, hence overlaps neither operand. `T` is `f32` or `f64`
-    // (sealed), both of which `gemm` implements. It returns when all its threads have ended their
-    // work. With `read_dst` false `c` is only written, and it is initialised anyway.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            c.as_mut_ptr(),
-            1,
-            stride as isize,
-            accumulate,
-            a.data.as_ptr(),
-            a.column_stride as isize,
-            a.row_stride as isize,
-            b.data.as_ptr(),
-            b.column_stride as isize,
-            b.row_stride as isize,
-            T::ONE,
-            T::ONE,
-            false,
-            false,
-            false,
-            threads,
-        );
+    let step = sum_length(&a, &b);
+    for first in (0..k).step_by(step) {
+        let places = ProductPlaces {
+            rows: m,
+            columns: n,
+            inner: step.min(k - first),
+            c: StridedMut {
+                data: c.as_mut_ptr(),
+                row_stride: stride as isize,
+            },
+            a: a.from(0, first),
+            b: b.from(first, 0),
+            accumulate: accumulate || first > 0,
+        };
+        // SAFETY: no dimension is zero here. `c` is addressed as row * stride + column with row < m
+        // and column < n <= stride, which lies within its elements (checked above), and no two
+        // places are equal. An operand is addressed in the same way within its own elements
+        // (checked where it was made), or with its strides swapped together with the dimensions,
+        // from a place within it on. So all accesses lie within the three slices. A slice is at
+        // most `isize::MAX` bytes, so no stride that is used overflows `isize`. `c` is borrowed
+        // exclusively, hence overlaps neither operand. The call returns when all its threads have
+        // ended their work. `width` is checked by the call.
+        unsafe { T::product(width, places, threads) };
     }
+}
+
+/// Returns the number of terms that are summed at once. The last sum may be shorter.
+fn sum_length<T>(a: &MatrixRef<'_, T>, b: &MatrixRef<'_, T>) -> usize {
+    // For these `gemm` asks no cache, and cut rows would be read at half the speed.
+    let is_row = a.rows == 1 || b.columns == 1;
+    if is_row && a.column_stride == 1 && b.row_stride == 1 {
+        return a.columns;
+    }
+    // About equal lengths, so that no sum is too short to be worth its pass over the result.
+    a.columns.div_ceil(a.columns.div_ceil(LONGEST_SUM))
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::width::widths;
     use super::*;
+
+    fn reals(len: usize, seed: usize) -> Vec<f32> {
+        (0..len)
+            .map(|i| ((i * 7919 + seed * 104_729) % 1013) as f32 / 507.0 - 1.0)
+            .collect()
+    }
+
+    fn bits(x: &[f32]) -> Vec<u32> {
+        x.iter().map(|x| x.to_bits()).collect()
+    }
 
     /// Returns `len` integers small enough that every sum is exact, so that results can be compared
     /// bit by bit.
@@ -384,5 +427,76 @@ mod tests {
     #[should_panic(expected = "with rows at every 5 in a slice of 13 elements")]
     fn rows_beyond_the_slice_panic() {
         let _ = MatrixRef::strided(&[0.0f64; 13], 3, 4, 5);
+    }
+
+    #[test]
+    fn long_sums_are_chains_of_fixed_blocks() {
+        // Three blocks, which no cache of any processor cuts further.
+        for (m, n, k) in [(40, 50, 1300), (70, 80, 1300), (1, 9, 1300)] {
+            let (a, b) = (reals(m * k, 1), reals(k * n, 2));
+            let mut whole = vec![f32::NAN; m * n];
+            matmul(&mut whole, &a, &b, m, k, n, false);
+
+            let mut chain = vec![f32::NAN; m * n];
+            for (first, len) in [(0, 434), (434, 434), (868, 432)] {
+                let left = MatrixRef::strided(&a[first..], m, len, k);
+                let right = MatrixRef::new(&b[first * n..(first + len) * n], len, n);
+                let add = first > 0;
+                multiply(&mut chain, n, left, right, add, Parallelism::None);
+            }
+            assert_eq!(bits(&whole), bits(&chain), "{m} {k} {n}");
+        }
+    }
+
+    #[test]
+    fn widths_with_fused_products_give_the_same_bits() {
+        let sizes = [1, 2, 3, 7, 16, 33, 65, 100];
+        let shapes = sizes
+            .iter()
+            .flat_map(|m| sizes.map(|n| (*m, n)))
+            .flat_map(|(m, n)| [1, 2, 3, 40, 517].map(|k| (m, k, n)));
+        for (m, k, n) in shapes {
+            let (a, b) = (reals(m * k, 1), reals(k * n, 2));
+            let left = [MatrixRef::new(&a, m, k), MatrixRef::new(&a, k, m).t()];
+            let right = [MatrixRef::new(&b, k, n), MatrixRef::new(&b, n, k).t()];
+            for (a, b) in left.iter().flat_map(|a| right.map(|b| (*a, b))) {
+                let run = |width| {
+                    let mut c = vec![f32::NAN; m * n];
+                    multiply_by(width, &mut c, n, a, b, false, Parallelism::None);
+                    multiply_by(width, &mut c, n, a, b, true, Parallelism::None);
+                    c
+                };
+                let plain = run(VectorWidth::Baseline);
+                let fused: Vec<_> = widths().skip(1).map(run).collect();
+                for pair in fused.windows(2) {
+                    assert_eq!(bits(&pair[0]), bits(&pair[1]), "{m} {k} {n}");
+                }
+                for (plain, fused) in plain.iter().zip(fused.iter().flatten()) {
+                    assert!((plain - fused).abs() < 1e-3, "{m} {k} {n}: {plain} {fused}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn products_of_every_width_equal_the_definition() {
+        for (m, k, n) in [(1, 600, 40), (5, 7, 9), (70, 300, 65), (16, 1030, 12)] {
+            let (a, b) = (whole_numbers(m * k, 1), whole_numbers(k * n, 2));
+            let expected = by_definition(&a, &b, m, k, n);
+            let narrow = |x: &[f64]| x.iter().map(|x| *x as f32).collect::<Vec<_>>();
+            let (a32, b32, expected32) = (narrow(&a), narrow(&b), narrow(&expected));
+            for width in widths() {
+                let threads = Parallelism::None;
+                let (left, right) = (MatrixRef::new(&a, m, k), MatrixRef::new(&b, k, n));
+                let mut c = vec![f64::NAN; m * n];
+                multiply_by(width, &mut c, n, left, right, false, threads);
+                assert_eq!(c, expected, "{m} {k} {n}, {width}");
+
+                let (left, right) = (MatrixRef::new(&a32, m, k), MatrixRef::new(&b32, k, n));
+                let mut c = vec![f32::NAN; m * n];
+                multiply_by(width, &mut c, n, left, right, false, threads);
+                assert_eq!(c, expected32, "{m} {k} {n}, {width}");
+            }
+        }
     }
 }

@@ -3,7 +3,7 @@
 //! Each element of a product is a sum over the columns of the weight in one order: sums of 256
 //! columns, added up. So a row of the result has the same bits with any number of rows.
 //! [`multiply`](super::matmul::multiply) does not promise that. With fused multiply-add
-//! instructions the bits differ from those without.
+//! instructions, which all widths but the baseline have, the bits differ from those without.
 //!
 //! The weight is cut into panels of [`PANEL`] rows. A panel has the rows' elements of one column
 //! next to each other, so a processor multiplies them together.
@@ -11,6 +11,8 @@
 use std::ops::Range;
 
 use half::bf16;
+
+use super::{VectorWidth, processor_width, width};
 
 /// Number of the weight's rows in a panel.
 pub const PANEL: usize = 32;
@@ -129,6 +131,11 @@ impl PackedWeight {
     ///
     /// If the shapes do not fit each other, or a panel does not exist.
     pub fn multiply(&self, x: &[f32], panels: Range<usize>, out: &mut [f32]) {
+        self.multiply_by(width(), x, panels, out);
+    }
+
+    /// Computes [`multiply`](Self::multiply) with the vector instructions of `width`.
+    fn multiply_by(&self, width: VectorWidth, x: &[f32], panels: Range<usize>, out: &mut [f32]) {
         let m = x.len().checked_div(self.columns).unwrap_or(0);
         assert!(
             x.len() == m * self.columns,
@@ -143,8 +150,8 @@ impl PackedWeight {
 
         let elements = panels.start * PANEL * self.columns..panels.end * PANEL * self.columns;
         match &self.panels {
-            Panels::F32(all) => dispatch(&all[elements], x, self.columns, out),
-            Panels::Bf16(all) => dispatch(&all[elements], x, self.columns, out),
+            Panels::F32(all) => dispatch(width, &all[elements], x, self.columns, out),
+            Panels::Bf16(all) => dispatch(width, &all[elements], x, self.columns, out),
         }
     }
 }
@@ -194,23 +201,25 @@ impl WeightElement for bf16 {
     }
 }
 
-/// Multiplies with the widest vector instructions that the processor has.
-fn dispatch<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
+/// Multiplies with the vector instructions of `width`, which the processor has.
+fn dispatch<T: WeightElement>(
+    width: VectorWidth,
+    weight: &[T],
+    x: &[f32],
+    columns: usize,
+    out: &mut [f32],
+) {
+    assert!(width <= processor_width(), "instructions of {width}");
     #[cfg(target_arch = "x86_64")]
-    {
-        if is_x86_feature_detected!("avx512f") {
-            // SAFETY: the processor has these instructions.
-            return unsafe { with_avx512(weight, x, columns, out) };
-        }
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            // SAFETY: the processor has these instructions.
-            return unsafe { with_avx2(weight, x, columns, out) };
-        }
+    match width {
+        VectorWidth::Baseline => blocks::<T, 2, false>(weight, x, columns, out),
+        // SAFETY: the processor has these instructions.
+        VectorWidth::Avx2 => unsafe { with_avx2(weight, x, columns, out) },
+        // SAFETY: the same.
+        VectorWidth::Avx512 => unsafe { with_avx512(weight, x, columns, out) },
     }
 
-    #[cfg(target_arch = "x86_64")]
-    blocks::<T, 2, false>(weight, x, columns, out);
-    // Others have the instruction always.
+    // Others have the fused instruction always.
     #[cfg(not(target_arch = "x86_64"))]
     blocks::<T, 4, true>(weight, x, columns, out);
 }
@@ -304,11 +313,12 @@ fn tile<T: WeightElement, const TILE: usize, const FUSED: bool>(
 
 #[cfg(test)]
 mod tests {
+    use super::super::width::widths;
     use super::*;
 
     fn numbers(len: usize, seed: usize) -> Vec<f32> {
         (0..len)
-            .map(|i| ((i * 7919 + seed * 104_729) % 1013) as f32 / 512.0 - 1.0)
+            .map(|i| ((i * 7919 + seed * 104_729) % 1013) as f32 / 507.0 - 1.0)
             .collect()
     }
 
@@ -409,5 +419,28 @@ mod tests {
         let (weight, _) = packed(3, 4, false);
         weight.multiply(&[], 0..1, &mut []);
         PackedWeight::zeros(0, 5, true).multiply(&[0.0; 5], 0..0, &mut []);
+    }
+
+    #[test]
+    fn widths_with_fused_products_give_the_same_bits() {
+        for (m, rows, columns, in_half) in [(1, 33, 700, false), (9, 70, 257, true)] {
+            let (weight, _) = packed(rows, columns, in_half);
+            let x = numbers(m * columns, 1);
+            let run = |width| {
+                let mut out = vec![f32::NAN; weight.panels() * m * PANEL];
+                weight.multiply_by(width, &x, 0..weight.panels(), &mut out);
+                out
+            };
+            let bits = |out: &[f32]| out.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+
+            let plain = run(VectorWidth::Baseline);
+            let fused: Vec<_> = widths().skip(1).map(run).collect();
+            for pair in fused.windows(2) {
+                assert_eq!(bits(&pair[0]), bits(&pair[1]));
+            }
+            for (plain, fused) in plain.iter().zip(fused.iter().flatten()) {
+                assert!((plain - fused).abs() < 1e-3, "{plain} {fused}");
+            }
+        }
     }
 }

@@ -3,11 +3,12 @@
 //! A block has the keys and values of [`BLOCK`] tokens of a sequence, for each head. Blocks of a
 //! sequence may lie anywhere. The numbers of a query depend on its own position and keys alone, in
 //! one order: so its result does not depend, to the bit, on other queries or on the places of the
-//! blocks. With fused multiply-add instructions the bits differ from those without.
+//! blocks. With fused multiply-add instructions, which all widths but the baseline have, the bits differ
+//! from those without.
 
 use std::ops::Range;
 
-use super::lanes;
+use super::{VectorWidth, lanes, processor_width, width};
 
 /// Number of tokens in a block.
 pub const BLOCK: usize = 16;
@@ -103,6 +104,19 @@ impl KeyValueBlocks {
         scores: Scores,
         out: &mut [f32],
     ) {
+        self.attend_by(width(), head, table, queries, scores, out);
+    }
+
+    /// Computes [`attend`](Self::attend) with the vector instructions of `width`.
+    fn attend_by(
+        &self,
+        width: VectorWidth,
+        head: usize,
+        table: &[u32],
+        queries: &[Query<'_>],
+        scores: Scores,
+        out: &mut [f32],
+    ) {
         let dim = self.dim;
         assert!(
             head < self.heads && out.len() == queries.len() * dim,
@@ -124,7 +138,7 @@ impl KeyValueBlocks {
                 queries,
                 scores,
             };
-            dispatch(&tile, &mut room, out);
+            dispatch(width, &tile, &mut room, out);
         }
     }
 
@@ -150,24 +164,20 @@ struct QueryTile<'a> {
     scores: Scores,
 }
 
-/// Computes with the widest vector instructions that the processor has. `room` is scratch memory
-/// for scores.
-fn dispatch(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+/// Computes with the vector instructions of `width`, which the processor has. `room` is scratch
+/// memory for scores.
+fn dispatch(width: VectorWidth, tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+    assert!(width <= processor_width(), "instructions of {width}");
     #[cfg(target_arch = "x86_64")]
-    {
-        if is_x86_feature_detected!("avx512f") {
-            // SAFETY: the processor has these instructions.
-            return unsafe { with_avx512(tile, room, out) };
-        }
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            // SAFETY: the processor has these instructions.
-            return unsafe { with_avx2(tile, room, out) };
-        }
+    match width {
+        VectorWidth::Baseline => compute::<false>(tile, room, out),
+        // SAFETY: the processor has these instructions.
+        VectorWidth::Avx2 => unsafe { with_avx2(tile, room, out) },
+        // SAFETY: the same.
+        VectorWidth::Avx512 => unsafe { with_avx512(tile, room, out) },
     }
 
-    #[cfg(target_arch = "x86_64")]
-    compute::<false>(tile, room, out);
-    // Others have the instruction always.
+    // Others have the fused instruction always.
     #[cfg(not(target_arch = "x86_64"))]
     compute::<true>(tile, room, out);
 }
@@ -273,10 +283,11 @@ fn multiply_keys<const FUSED: bool>(tile: &QueryTile<'_>, blocks: &[u32], room: 
 
 #[cfg(test)]
 mod tests {
+    use super::super::width::widths;
     use super::*;
 
     fn number(i: usize) -> f32 {
-        ((i * 7919) % 1013) as f32 / 512.0 - 1.0
+        ((i * 7919) % 1013) as f32 / 507.0 - 1.0
     }
 
     fn numbers(len: usize, seed: usize) -> Vec<f32> {
@@ -382,6 +393,37 @@ mod tests {
         let whole = run(0, 128);
         for (first, count) in [(0, 1), (127, 1), (3, 2), (5, 9), (64, 64), (1, 127)] {
             assert_eq!(run(first, count), whole[first * DIM..(first + count) * DIM]);
+        }
+    }
+
+    #[test]
+    fn widths_with_fused_products_give_the_same_bits() {
+        let table: Vec<u32> = (0..8).rev().collect();
+        let paged = sequence(128, &table);
+        let elements: Vec<Vec<f32>> = (0..7).map(|at| numbers(DIM, at + 99)).collect();
+        let query = |at: usize| Query {
+            elements: &elements[at],
+            seen: at..at + 100,
+        };
+        let queries: Vec<_> = (0..7).map(query).collect();
+        let scores = Scores {
+            scale: 0.4,
+            cap: Some(0.9),
+        };
+        let run = |width| {
+            let mut out = vec![f32::NAN; queries.len() * DIM];
+            paged.attend_by(width, 1, &table, &queries, scores, &mut out);
+            out
+        };
+        let bits = |out: &[f32]| out.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+
+        let plain = run(VectorWidth::Baseline);
+        let fused: Vec<_> = widths().skip(1).map(run).collect();
+        for pair in fused.windows(2) {
+            assert_eq!(bits(&pair[0]), bits(&pair[1]));
+        }
+        for (plain, fused) in plain.iter().zip(fused.iter().flatten()) {
+            assert!((plain - fused).abs() < 2e-6, "{plain} {fused}");
         }
     }
 }

@@ -7,6 +7,9 @@
 //! The hardware fetches ahead only within a page of the source, so the beginning of each short run
 //! would be waited for. These copies fetch the bytes ahead themselves.
 
+#[cfg(target_arch = "x86_64")]
+use super::{VectorWidth, width};
+
 /// Size in bytes of a destination from which on streaming stores are faster. Other destinations are
 /// usually written at the same time, and together they do not fit into the caches.
 pub(crate) const STREAM_BYTES: usize = 8 << 20;
@@ -27,10 +30,11 @@ pub(crate) const AHEAD: usize = 4 << 10;
 pub(crate) struct StreamingStores(());
 
 impl StreamingStores {
-    /// Begins a series of copies. Returns `None` if the processor has no streaming stores.
+    /// Begins a series of copies. Returns `None` if the width in force has no streaming
+    /// stores.
     pub(crate) fn new() -> Option<Self> {
         #[cfg(target_arch = "x86_64")]
-        let has = is_x86_feature_detected!("avx");
+        let has = width() >= VectorWidth::Avx2;
         #[cfg(not(target_arch = "x86_64"))]
         let has = false;
         has.then(|| Self(()))
@@ -45,7 +49,7 @@ impl StreamingStores {
     pub(crate) fn copy(&mut self, dst: &mut [u8], src: &[u8], next: &[u8]) {
         assert_eq!(dst.len(), src.len(), "a copy has two sides of one length");
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `new` found AVX on this processor, or there would be no `self`.
+        // SAFETY: `new` found AVX, which AVX2 includes, or there would be no `self`.
         unsafe {
             x86::copy(dst, src, next)
         };

@@ -20,7 +20,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use mpmd_base::ProcessId;
+use mpmd_base::{ProcessId, VectorWidth};
 use mpmd_rendezvous::{Token, split_address};
 
 pub use device::{cuda_collectives, device_kinds, kinds_by_process, process_counts};
@@ -118,7 +118,7 @@ impl JobEnv {
     /// Looks for the variables of these launchers, in this order: mpmd itself, torchrun, Open MPI,
     /// Slurm, PMIx, PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
     /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
-    /// `MPMD_CORES`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST` and
+    /// `MPMD_CORES`, `MPMD_SIMD`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST` and
     /// `MPMD_CHECK` count under every launcher.
     ///
     /// If `MPMD_DRY_RUN` is set, launchers' variables are ignored. The process is then a dry run of
@@ -469,6 +469,7 @@ fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, Launch
     } = read_token(vars, &job_name)?;
     let devices_per_process = read_devices_per_process(vars)?;
     check_cores(vars)?;
+    check_vectors(vars)?;
     let kinds = vars
         .get(ours::DEVICE)
         .map(|text| kinds_by_process(&text, processes));
@@ -567,6 +568,18 @@ fn check_cores(vars: &LauncherVars<'_>) -> Result<(), LaunchError> {
         });
     }
     Ok(())
+}
+
+/// Checks the value of `MPMD_SIMD`, which the kernels themselves read.
+fn check_vectors(vars: &LauncherVars<'_>) -> Result<(), LaunchError> {
+    match vars.get(ours::SIMD) {
+        Some(value) if VectorWidth::named(&value).is_none() => Err(LaunchError::Variable {
+            variable: ours::SIMD.into(),
+            value,
+            expected: VectorWidth::ALL.map(VectorWidth::name).join(", "),
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// The additional checks that `MPMD_CHECK` requests.

@@ -286,6 +286,7 @@ fn invalid_value_error_names_the_variable() {
         ("MPMD_PEER_TIMEOUT", "-3"),
         ("MPMD_PEER_TIMEOUT", "0"),
         ("MPMD_SPIN", "often"),
+        ("MPMD_SIMD", "AVX2"),
         ("MPMD_CHECK", "everything"),
         ("MPMD_CHECK", "replay"),
         ("MPMD_CHECK", "replay:"),
@@ -348,6 +349,7 @@ fn settings_of_a_job_without_a_launcher_are_read() {
         ("MPMD_TRANSPORT", "pigeon", 1),
         ("MPMD_PEER_TIMEOUT", "0", 2),
         ("MPMD_SPIN", "often", 2),
+        ("MPMD_SIMD", "sse9", 1),
         ("MPMD_DEVICE", "cpu,cpu,cuda", 2),
     ] {
         let said = settings(&[(name, value)], processes)

@@ -5,7 +5,7 @@ use std::fmt;
 use crate::{LaunchError, variables as ours};
 
 /// All `MPMD_` variables that programs, commands and tests read.
-const KNOWN: [&str; 34] = [
+const KNOWN: [&str; 35] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
@@ -17,6 +17,7 @@ const KNOWN: [&str; 34] = [
     ours::JOB_TOKEN_FILE,
     ours::TRANSPORT,
     ours::CUDA_IPC,
+    ours::SIMD,
     ours::SPIN,
     ours::CORES,
     ours::DEVICES_PER_PROCESS,

@@ -80,8 +80,8 @@ pub(crate) struct Epochs {
     /// The reported failures with the processes that reported them, in order of arrival. At most
     /// one per process.
     reports: Vec<(ProcessId, FailureReport)>,
-    /// The program and the facts that all processes must have: those of the first process to join.
-    /// `None` before the first epoch.
+    /// The program and the facts that all processes must have, and the vectors that they compute
+    /// with. `None` before the first epoch.
     agreed: Option<JobMember>,
     /// Processes that waited for a place and were refused, with the reason. A process is named by
     /// the number with which it first joined.

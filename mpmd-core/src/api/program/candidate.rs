@@ -20,7 +20,7 @@ use super::facts::ProgramFacts;
 use super::membership::{MemberJob, MemberPlace, Membership, Returning, blame};
 use super::neighbours::Neighbours;
 use super::transports::{self, OpenedTransport};
-use super::{Builder, Program};
+use super::{Builder, Program, vectors};
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
 
@@ -79,12 +79,17 @@ impl Candidate {
                 return Ok(self.lost_before_place(builder.epoch, leaves, &error));
             }
             // A difference between the programs is reported before a missing transport or device.
-            Err(error @ (RendezvousError::Program { .. } | RendezvousError::Differs { .. })) => {
-                return Err(wrong(error));
-            }
+            Err(
+                error @ (RendezvousError::Program { .. }
+                | RendezvousError::Differs { .. }
+                | RendezvousError::Narrower { .. }),
+            ) => return Err(wrong(error)),
             Err(error) => return Err(self.opened.err().unwrap_or_else(|| wrong(error))),
         };
 
+        if matches!(self.job, MemberJob::Program) {
+            vectors::agree(&joined);
+        }
         let process = joined.process;
         let has_waited = joined.epoch > builder.epoch;
         if has_waited && let Some(facts) = &builder.facts {

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::Spin;
+use mpmd_device::cpu;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
 use mpmd_rendezvous::{
     Identity, JobMember, JoinConfig, Rendezvous, RendezvousError, RendezvousServer, ServerConfig,
@@ -19,7 +20,7 @@ use super::builder::has_cuda;
 use super::candidate::{Candidate, EpochStart};
 use super::membership::{MemberJob, Returning};
 use super::transports::{self, OpenedTransport};
-use super::{Builder, Program, version};
+use super::{Builder, Program, vectors, version};
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{MOST_STEPS, Order};
 use crate::warning::warn_user;
@@ -274,6 +275,7 @@ fn join(
     let opened = has_cuda(env.process, &topology)
         .and_then(|()| OpenedTransport::open(name, env.processes, rendezvous.local_address()));
 
+    let told = builder.facts.as_ref().map_or(&[][..], |facts| facts.told());
     // Joins also without a transport or devices. Otherwise the others would wait and never learn
     // the reason.
     let member = JobMember {
@@ -282,10 +284,8 @@ fn join(
         devices: (topology.devices().len() / env.processes) as u32,
         addresses: transports::told(name, &opened),
         program: version::fingerprint(&topology, builder.checks(), &builder.sizes),
-        facts: builder
-            .facts
-            .as_ref()
-            .map_or_else(Box::default, |facts| facts.told().into()),
+        facts: told.iter().cloned().chain(vectors::candle_fact()).collect(),
+        vectors: cpu::width(),
         trouble: opened.as_ref().err().map(lack),
         sizes: SizeRange::of(builder.sizes.iter().map(|size| size.processes)),
         is_added: env.is_added,

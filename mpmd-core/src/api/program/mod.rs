@@ -24,6 +24,7 @@ mod recomputation;
 mod simulate;
 pub mod transports;
 mod values;
+mod vectors;
 mod version;
 
 use std::cell::Cell;

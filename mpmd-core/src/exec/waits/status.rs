@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use mpmd_base::block::{Instant, Mutex, now, since};
+use mpmd_device::cpu;
 use mpmd_record::activity::{Activity, DeviceActivity, MemoryActivity};
 
 use crate::exec::Runtime;
@@ -293,6 +294,7 @@ impl Runtime {
         Activity {
             pid: std::process::id(),
             host: host.to_owned(),
+            vectors: Some(cpu::width()),
             steps: self.status.steps.load(Ordering::Relaxed),
             step_seconds: self
                 .status

@@ -7,7 +7,9 @@ use mpmd_base::block::Instant;
 
 use super::super::super::protocol::RequestAnswer;
 use super::super::super::succession::in_order;
-use super::super::super::{Difference, Identity, JobMember, ProcessPart, RendezvousError};
+use super::super::super::{
+    Difference, Identity, JobMember, ProcessPart, RendezvousError, narrowest,
+};
 use super::super::actions::{JobActions, RequestWait, processes};
 use super::{EpochPhase, Epochs};
 use mpmd_base::deadline::after;
@@ -342,6 +344,7 @@ impl Epochs {
     /// places if the program allows it.
     pub(super) fn begin(&mut self, actions: &mut JobActions) {
         self.seats.retain(Option::is_some);
+        self.agree();
         self.refuse_others(actions);
         self.grow();
         self.note_since();
@@ -360,9 +363,6 @@ impl Epochs {
             member.sizes = Vec::new();
         }
 
-        if self.agreed.is_none() {
-            self.agreed = members.first().cloned();
-        }
         let members: Arc<[JobMember]> = members.into();
 
         self.heirs = in_order(&members);
@@ -401,13 +401,38 @@ impl Epochs {
         }
     }
 
+    /// Notes in the first epoch what later processes must have: the program, the options and the
+    /// files of process 0, and vectors as wide as the narrowest ones of all processes.
+    fn agree(&mut self) {
+        let mut members = self.seats.iter().flatten().map(|seat| &seat.member);
+        if self.agreed.is_none()
+            && let Some(first) = members.clone().next()
+        {
+            self.agreed = Some(JobMember {
+                vectors: narrowest(&mut members),
+                ..first.clone()
+            });
+        }
+    }
+
     /// Returns an error if the program, options or files of a new member differ from the job's, or
-    /// from those of another process that has joined.
+    /// from those of another process that has joined, or if its vectors are narrower than the
+    /// job's.
     pub(super) fn differs(
         &self,
         process: ProcessId,
         member: &JobMember,
     ) -> Option<RendezvousError> {
+        let job = self.agreed.as_ref().map(|member| member.vectors);
+        if let Some(job) = job.filter(|job| member.vectors < *job) {
+            return Some(RendezvousError::Narrower {
+                process,
+                host: member.host.clone(),
+                vectors: member.vectors,
+                job,
+            });
+        }
+
         let agreed = self.agreed.iter().map(|member| (ProcessId(0), member));
         let seats = processes(self.seats.len()).zip(&self.seats);
         let seats = seats.filter_map(|(other, seat)| Some((other, &seat.as_ref()?.member)));

@@ -10,7 +10,7 @@ use mpmd_base::block::Instant;
 
 use super::super::super::protocol::ServerReply;
 use super::super::super::succession::{in_order, told};
-use super::super::super::{JoinedEpoch, ProcessPart};
+use super::super::super::{JobMember, JoinedEpoch, ProcessPart};
 use super::super::actions::{JobActions, processes};
 use super::Epochs;
 use super::leavers::Leavers;
@@ -35,7 +35,10 @@ impl Epochs {
         epochs.launched = launched;
         epochs.epoch = past.epoch + 1;
         epochs.heirs = in_order(&past.members);
-        epochs.agreed = past.members.first().cloned();
+        epochs.agreed = past.members.first().map(|first| JobMember {
+            vectors: past.vectors(),
+            ..first.clone()
+        });
         epochs.leavers = Leavers::resumed(past.standing, lives.contains(&false));
 
         let places = processes(past.members.len()).zip(&past.members).zip(lives);

@@ -5,6 +5,9 @@ mod facts;
 mod late;
 mod leavers;
 mod resumed;
+mod vectors;
+
+use mpmd_base::VectorWidth;
 
 use super::super::super::SizeRange;
 use super::super::super::protocol::{ClientRequest, LeaveKind};
@@ -31,6 +34,7 @@ struct Table {
     is_added: bool,
     leaves: bool,
     facts: Vec<Fact>,
+    vectors: VectorWidth,
 }
 
 impl Table {
@@ -48,6 +52,7 @@ impl Table {
             is_added: false,
             leaves: false,
             facts,
+            vectors: VectorWidth::default(),
         }
     }
 
@@ -99,6 +104,7 @@ impl Table {
             is_added,
             leaves,
             facts,
+            vectors: self.vectors,
             ..JobMember::default()
         };
         let join = ClientRequest::Join {
