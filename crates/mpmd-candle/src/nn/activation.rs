@@ -9,10 +9,7 @@ pub use candle_nn::activation::{PReLU, prelu};
 use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
 use crate::cuda_layers;
 use mpmd_core::cuda::layers;
-use mpmd_device::cpu::lanes::exp;
-
-/// The magnitude to which the kernels clamp inputs, so that infinities do not give NaN.
-const BOUND: f32 = 1e4;
+use mpmd_device::cpu::rows::activation::Curve;
 
 /// An activation function by its name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Deserialize, serde::Serialize)]
@@ -193,29 +190,30 @@ impl ActivationKernel {
         }
     }
 
-    pub(super) fn forward(self, x: &[f32]) -> Vec<f32> {
+    /// Returns the same function for kernels on the CPU.
+    fn on_cpu(self) -> Curve {
         match self {
-            Self::Gelu => map(x, |x| x.max(-BOUND) * gelu_weight(x).0),
-            Self::GeluErf => map(x, |x| x.max(-BOUND) * normal(x).0),
-            Self::Silu => map(x, |x| x.max(-BOUND) * sigmoid(x)),
+            Self::Gelu => Curve::Gelu,
+            Self::GeluErf => Curve::GeluErf,
+            Self::Silu => Curve::Silu,
         }
+    }
+
+    pub(super) fn forward(self, x: &[f32]) -> Vec<f32> {
+        let curve = self.on_cpu();
+        let mut out = vec![0.0; x.len()];
+        for_rows(&mut out, 1, |first, out| curve.forward(&x[first..], out));
+        out
     }
 
     /// Returns the gradient of the input `x` from the gradient `d` of the result.
     pub(super) fn backward(self, x: &[f32], d: &[f32]) -> Vec<f32> {
-        match self {
-            Self::Gelu => map_both(x, d, |x, d| {
-                let x = x.clamp(-BOUND, BOUND);
-                let (weight, slope) = gelu_weight(x);
-                d * (weight + x * weight * (1.0 - weight) * slope)
-            }),
-            Self::GeluErf => map_both(x, d, |x, d| {
-                let x = x.clamp(-BOUND, BOUND);
-                let (share, density) = normal(x);
-                d * (share + x * density)
-            }),
-            Self::Silu => map_both(x, d, |x, d| d * silu_slope(x)),
-        }
+        let curve = self.on_cpu();
+        let mut d_x = vec![0.0; x.len()];
+        for_rows(&mut d_x, 1, |first, d_x| {
+            curve.backward(&x[first..], &d[first..], d_x);
+        });
+        d_x
     }
 }
 
@@ -232,127 +230,5 @@ impl CustomOp1 for ActivationKernel {
         let gradient = gradient.contiguous()?;
         let d_x = self.backward(&values(x)?, &values(&gradient)?);
         tensor_like(d_x, x).map(Some)
-    }
-}
-
-#[inline(always)]
-fn map(x: &[f32], f: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
-    for_rows(&mut out, 1, |first, out| {
-        out.iter_mut()
-            .zip(&x[first..])
-            .for_each(|(out, x)| *out = f(*x));
-    });
-    out
-}
-
-#[inline(always)]
-fn map_both(x: &[f32], d: &[f32], f: impl Fn(f32, f32) -> f32 + Sync) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
-    for_rows(&mut out, 1, |first, out| {
-        let terms = x[first..].iter().zip(&d[first..]);
-        out.iter_mut()
-            .zip(terms)
-            .for_each(|(out, (x, d))| *out = f(*x, *d));
-    });
-    out
-}
-
-#[inline(always)]
-fn sigmoid(x: f32) -> f32 {
-    // `exp` ends at 80.
-    let share = 1.0 / (1.0 + exp(-x));
-    if x < -80.0 { 0.0 } else { share }
-}
-
-#[inline(always)]
-fn silu_slope(x: f32) -> f32 {
-    let share = sigmoid(x);
-    let x = x.clamp(-BOUND, BOUND);
-    share + x * share * (1.0 - share)
-}
-
-/// Returns the factor of `x` in GELU, `(1 + tanh u) / 2`, and the derivative of `2u`. Here `u` is
-/// `sqrt(2/pi) (x + 0.044715 x^3)`.
-///
-/// The factor is equal to `1 / (1 + e^(-2u))`, which needs one exponential and one division.
-#[inline(always)]
-fn gelu_weight(x: f32) -> (f32, f32) {
-    const TWICE: f32 = std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::SQRT_2;
-    const TWICE_CUBE: f32 = TWICE * 0.044_715;
-    let square = x * x;
-    (
-        sigmoid(x * (TWICE + TWICE_CUBE * square)),
-        TWICE + 3.0 * TWICE_CUBE * square,
-    )
-}
-
-/// Returns the cumulative distribution function and the density of the standard normal
-/// distribution.
-///
-/// The error of the distribution function is below 1e-7. It follows formula 7.1.26 of Abramowitz
-/// and Stegun, "Handbook of Mathematical Functions", and shares an exponential with the density.
-#[inline(always)]
-fn normal(x: f32) -> (f32, f32) {
-    const DENSITY: f32 = std::f32::consts::FRAC_1_SQRT_2 * std::f32::consts::FRAC_2_SQRT_PI / 2.0;
-    let power = exp(-0.5 * x * x);
-    let t = 1.0 / (1.0 + 0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2 * x.abs());
-    let mut series = 1.061_405_4;
-    for coefficient in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6] {
-        series = series * t + coefficient;
-    }
-
-    let tail = 0.5 * series * t * power;
-    (if x > 0.0 { 1.0 - tail } else { tail }, power * DENSITY)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn curves_and_slopes_match_the_definitions() {
-        let tanh = |x: f64| {
-            let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
-            0.5 * x * (1.0 + u.tanh())
-        };
-        // The error function by its series, which has enough digits for the points below.
-        let erf = |x: f64| {
-            let z = x / std::f64::consts::SQRT_2;
-            let (mut term, mut sum) = (z, z);
-            for n in 1..100 {
-                term *= -z * z / f64::from(n);
-                sum += term / f64::from(2 * n + 1);
-            }
-            0.5 * x * (1.0 + sum * 2.0 / std::f64::consts::PI.sqrt())
-        };
-        let silu = |x: f64| x / (1.0 + (-x).exp());
-        let curves: [(ActivationKernel, &dyn Fn(f64) -> f64); 3] = [
-            (ActivationKernel::Gelu, &tanh),
-            (ActivationKernel::GeluErf, &erf),
-            (ActivationKernel::Silu, &silu),
-        ];
-        let points: Vec<f32> = (-1000..=1000).map(|i| i as f32 * 0.004).collect();
-        for (at, (curve, exact)) in curves.into_iter().enumerate() {
-            let y = curve.forward(&points);
-            let slopes = curve.backward(&points, &vec![1.0; points.len()]);
-            for ((x, y), slope) in points.iter().zip(y).zip(slopes) {
-                let x = f64::from(*x);
-                let error = (f64::from(y) - exact(x)).abs();
-                assert!(error < 1e-6 * (1.0 + x.abs()), "curve {at} at {x}: {y}");
-                let expected = (exact(x + 1e-5) - exact(x - 1e-5)) / 2e-5;
-                let error = (f64::from(slope) - expected).abs();
-                assert!(error < 3e-6, "slope {at} at {x}: {slope}, not {expected}");
-            }
-            let (y, slopes) = (
-                curve.forward(&[100.0, -100.0]),
-                curve.backward(&[100.0, -100.0], &[1.0; 2]),
-            );
-            assert!(y[0] == 100.0 && y[1].abs() < 1e-25, "curve {at}: {y:?}");
-            assert!(
-                slopes[0] == 1.0 && slopes[1].abs() < 1e-25,
-                "curve {at}: {slopes:?}"
-            );
-        }
     }
 }

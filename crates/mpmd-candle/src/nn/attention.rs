@@ -18,7 +18,9 @@ use super::values::{TensorValues, are_fast, exact, result, single, slice, tensor
 use crate::cuda_layers;
 use crate::matmul::{Matrix, multiply_here};
 use crate::pass::{attends, keeps};
-use mpmd_device::cpu::lanes;
+use mpmd_device::cpu::rows;
+use mpmd_device::cpu::rows::attention::{Scores, probabilities, score_gradients};
+use mpmd_device::cpu::rows::softmax::Normalizer;
 
 /// The number of queries in a block. The scores of a block are computed together.
 const BLOCK: usize = 64;
@@ -431,15 +433,6 @@ struct AttentionOp {
     normalizers: OnceLock<Vec<Normalizer>>,
 }
 
-/// The numbers that turn a score `x` into the probability `share * e^(x - largest)`.
-///
-/// They are separate, since a sum of `largest` and the logarithm of `share` may lose the latter.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Normalizer {
-    pub(super) largest: f32,
-    pub(super) share: f32,
-}
-
 /// A block of consecutive queries of one head.
 #[derive(Clone)]
 struct QueryBlock {
@@ -497,29 +490,24 @@ impl AttentionOp {
         head / (self.sizes.heads / self.sizes.groups)
     }
 
-    /// Replaces the products `scores` `[rows, keys]` of a block by the scaled and masked scores.
-    fn finish_scores(&self, block: &QueryBlock, scores: &mut [f32], mask: Option<&MaskValues<'_>>) {
-        for (i, row) in scores.chunks_exact_mut(block.keys.len()).enumerate() {
-            match mask {
-                Some(mask) => {
-                    let terms = mask.row(self.sizes, block.head, block.first + i);
-                    let terms = &terms[block.keys.clone()];
-                    row.iter_mut()
-                        .zip(terms)
-                        .for_each(|(x, term)| *x = *x * self.scale + *term);
-                }
-                None => row.iter_mut().for_each(|x| *x *= self.scale),
-            }
-        }
-    }
-
-    /// Returns the range of keys that query `row` of the block sees, relative to the block's first
-    /// key.
-    fn seen(&self, block: &QueryBlock, row: usize) -> Range<usize> {
+    /// Returns what the products of query `row` of a block with the block's keys become.
+    fn scores<'a>(
+        &self,
+        block: &QueryBlock,
+        row: usize,
+        mask: Option<&'a MaskValues<'_>>,
+    ) -> Scores<'a> {
+        let query = block.first + row;
         let seen = self
             .sight
-            .of(self.sizes, block.head / self.sizes.heads, block.first + row);
-        seen.start - block.keys.start..seen.end - block.keys.start
+            .of(self.sizes, block.head / self.sizes.heads, query);
+        let mask = mask.map(|mask| &mask.row(self.sizes, block.head, query)[block.keys.clone()]);
+        Scores {
+            scale: self.scale,
+            mask,
+            first: seen.start - block.keys.start,
+            end: seen.end - block.keys.start,
+        }
     }
 
     fn mask(&self) -> Result<Option<MaskValues<'_>>> {
@@ -569,11 +557,9 @@ impl AttentionOp {
                     let q = &q[(head * queries + block.first) * dim..][..rows * dim];
                     let k = Matrix::new(&k[start * dim..][..keys * dim], keys, dim);
                     multiply_here(scores, Matrix::new(q, rows, dim), k.t(), false);
-                    self.finish_scores(&block, scores, mask);
-
                     let all = scores.chunks_exact_mut(keys).zip(&mut *normalizers);
                     for (i, (row, normalizer)) in all.enumerate() {
-                        *normalizer = probabilities(row, self.seen(&block, i));
+                        *normalizer = probabilities(row, self.scores(&block, i, mask));
                     }
 
                     let v = Matrix::new(&v[start * out_dim..][..keys * out_dim], keys, out_dim);
@@ -667,7 +653,6 @@ impl AttentionOp {
         d_scores.resize(rows * keys, 0.0);
         let d_out_rows = Matrix::new(d_out, rows, out_dim);
         multiply_here(scores, q, k.t(), false);
-        self.finish_scores(block, scores, mask);
         multiply_here(d_scores, d_out_rows, v.t(), false);
 
         let rows_of = scores
@@ -675,9 +660,9 @@ impl AttentionOp {
             .zip(d_scores.chunks_exact_mut(keys));
         for (i, (row, d_row)) in rows_of.enumerate() {
             let columns = i * out_dim..(i + 1) * out_dim;
-            let mean = out.map(|out| lanes::dot(&out[columns.clone()], &d_out[columns]));
-            let seen = self.seen(block, i);
-            score_gradients(row, d_row, seen, self.scale, from.normalizers[at + i], mean);
+            let mean = out.map(|out| rows::dot(&out[columns.clone()], &d_out[columns]));
+            let scores = self.scores(block, i, mask);
+            score_gradients(row, d_row, scores, from.normalizers[at + i], mean);
         }
 
         let probabilities = Matrix::new(scores, rows, keys);
@@ -692,56 +677,6 @@ impl AttentionOp {
         );
         multiply_here(&mut d_k[..keys * dim], d_scores.t(), q, true);
         multiply_here(d_q, d_scores, k, false);
-    }
-}
-
-/// Replaces a query's scores by their softmax over the keys in `seen`, and by zero for other keys.
-fn probabilities(row: &mut [f32], seen: Range<usize>) -> Normalizer {
-    hide(row, &seen);
-    let seen = &mut row[seen];
-    let largest = lanes::max(seen);
-    seen.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
-    let total = lanes::sum(seen);
-    let share = 1.0 / total;
-    seen.iter_mut().for_each(|x| *x *= share);
-    Normalizer { largest, share }
-}
-
-/// Sets the elements of a row to zero for the keys outside of `seen`.
-fn hide(row: &mut [f32], seen: &Range<usize>) {
-    row[..seen.start].fill(0.0);
-    row[seen.end..].fill(0.0);
-}
-
-/// Replaces the scores `row` of a query by probabilities. Replaces the probabilities' gradients
-/// `d_row` by gradients of the products of query and keys. Both become zero for keys outside of
-/// `seen`.
-///
-/// `scale` is the factor of the products. `mean` is the mean of the probabilities' gradients,
-/// weighted by the probabilities: the dot product of the result and its gradient. It is computed
-/// here if it is `None`.
-fn score_gradients(
-    row: &mut [f32],
-    d_row: &mut [f32],
-    seen: Range<usize>,
-    scale: f32,
-    normalizer: Normalizer,
-    mean: Option<f32>,
-) {
-    let Normalizer { largest, share } = normalizer;
-    hide(row, &seen);
-    hide(d_row, &seen);
-    let d_seen = &mut d_row[seen.clone()];
-    let seen = &mut row[seen];
-
-    let probability = |x: f32| share * lanes::exp(x - largest);
-    let mean = match mean {
-        Some(mean) => mean,
-        None => lanes::sum_of_both(seen, d_seen, |x, d| probability(x) * d),
-    };
-    for (x, d) in seen.iter_mut().zip(d_seen) {
-        *x = probability(*x);
-        *d = scale * *x * (*d - mean);
     }
 }
 

@@ -12,7 +12,7 @@ use super::values::{
 };
 use crate::cuda_layers;
 use crate::pass::weight_gradient;
-use mpmd_device::cpu::lanes;
+use mpmd_device::cpu::rows::norm::{self, Norm, RowStatistics};
 
 /// A layer that scales each row to mean 0 and variance 1, then scales and shifts each column.
 /// Without `remove_mean` it keeps the mean and scales to mean square 1.
@@ -212,13 +212,6 @@ pub(super) struct RowNorm {
     pub(super) eps: f64,
 }
 
-/// The mean of a row, and the reciprocal of its standard deviation.
-#[derive(Clone, Copy)]
-struct RowStatistics {
-    mean: f32,
-    scale: f32,
-}
-
 impl RowNorm {
     /// Normalises the rows of `x` `[..., width]`. `weight` and `bias` are `[width]`.
     pub(super) fn apply(
@@ -270,35 +263,22 @@ impl RowNorm {
         x.to_dtype(dtype)
     }
 
-    fn statistics(&self, row: &[f32]) -> RowStatistics {
-        let share = 1.0 / row.len() as f32;
-        let mean = if self.remove_mean {
-            lanes::sum(row) * share
-        } else {
-            0.0
-        };
-        let variance = lanes::sum_of(row, |x| (x - mean) * (x - mean)) * share;
-        RowStatistics {
-            mean,
-            scale: 1.0 / (variance + self.eps as f32).sqrt(),
+    /// Returns the norm of the kernels on the CPU.
+    fn on_cpu(&self) -> Norm {
+        Norm {
+            remove_mean: self.remove_mean,
+            eps: self.eps as f32,
         }
     }
 
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
         let width = weight.len();
+        let kernel = self.on_cpu();
         let mut out = vec![0.0; x.len()];
         for_rows(&mut out, width, |first, out| {
             let rows = x[first * width..].chunks_exact(width);
             for (out, x) in out.chunks_exact_mut(width).zip(rows) {
-                let RowStatistics { mean, scale } = self.statistics(x);
-                for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
-                    *out = (*x - mean) * scale * *weight;
-                }
-                if let Some(bias) = bias {
-                    out.iter_mut()
-                        .zip(bias)
-                        .for_each(|(out, bias)| *out += *bias);
-                }
+                norm::forward(kernel, x, weight, bias, out);
             }
         });
         out
@@ -315,7 +295,7 @@ impl RowNorm {
             let x = values(x)?;
             let width = weight.elem_count();
             x.chunks_exact(width)
-                .map(|row| self.statistics(row))
+                .map(|row| norm::statistics(self.on_cpu(), row))
                 .collect()
         };
 
@@ -338,12 +318,9 @@ impl RowNorm {
             let gradient = values(&gradient)?;
             let width = into.len();
             add_columns(into, statistics.len(), |row, at, sums| {
-                let RowStatistics { mean, scale } = statistics[row];
                 let columns = row * width + at..row * width + at + sums.len();
-                let terms = x[columns.clone()].iter().zip(&gradient[columns]);
-                for (sum, (x, d)) in sums.iter_mut().zip(terms) {
-                    *sum += *d * ((*x - mean) * scale);
-                }
+                let (x, d) = (&x[columns.clone()], &gradient[columns]);
+                norm::add_weight_gradient(statistics[row], x, d, sums);
             });
             Ok(())
         })?;
@@ -359,7 +336,7 @@ impl RowNorm {
         statistics: &[RowStatistics],
     ) -> Vec<f32> {
         let width = weight.len();
-        let share = 1.0 / width as f32;
+        let kernel = self.on_cpu();
         let mut d_x = vec![0.0; x.len()];
         for_rows(&mut d_x, width, |first, d_x| {
             let x = &x[first * width..];
@@ -370,21 +347,8 @@ impl RowNorm {
                 .chunks_exact_mut(width)
                 .zip(rows)
                 .zip(&statistics[first..]);
-            for ((d_x, (x, gradient)), RowStatistics { mean, scale }) in rows {
-                for ((d_x, d), weight) in d_x.iter_mut().zip(gradient).zip(weight) {
-                    *d_x = *d * *weight;
-                }
-
-                // Mean and variance depend on all elements of the row. These terms subtract their
-                // part of the gradient.
-                let sum = lanes::sum(d_x);
-                let along =
-                    lanes::sum_of_both(d_x, x, |d, x| d * (x - mean)) * scale * scale * share;
-                let shift = if self.remove_mean { sum * share } else { 0.0 };
-
-                for (d_x, x) in d_x.iter_mut().zip(x) {
-                    *d_x = *scale * (*d_x - shift - (*x - mean) * along);
-                }
+            for ((d_x, (x, gradient)), statistics) in rows {
+                norm::input_gradient(kernel, *statistics, x, weight, gradient, d_x);
             }
         });
         d_x

@@ -4,13 +4,13 @@ use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Result, Shape, Tensor, bail};
 
-use super::attention::Normalizer;
 use super::embedding::indices;
 use super::softmax::log_softmax;
 use super::values::{are_fast, for_costly_rows, for_rows, single, slice, tensor_like, values};
 use crate::cuda_layers;
 use crate::pass::keeps;
-use mpmd_device::cpu::lanes;
+use mpmd_device::cpu::rows;
+use mpmd_device::cpu::rows::softmax::Normalizer;
 
 /// Computes the mean cross-entropy of `target` `[rows]`, indices of classes, under the logits `inp`
 /// `[rows, classes]`, in nats. The result is a scalar of the logits' type.
@@ -213,12 +213,7 @@ impl CustomOp1 for CrossEntropyOp {
             for (at, normalizer) in normalizers.iter_mut().enumerate() {
                 if self.weights[first + at] != 0.0 {
                     let row = &logits[(first + at) * classes..][..classes];
-                    let largest = lanes::max(row);
-                    let total = lanes::sum_of(row, |x| lanes::exp(x - largest));
-                    *normalizer = Normalizer {
-                        largest,
-                        share: 1.0 / total,
-                    };
+                    *normalizer = rows::softmax::normalizer(row);
                 }
             }
         });
@@ -256,15 +251,13 @@ impl CustomOp1 for CrossEntropyOp {
             for_rows(&mut d_logits, classes, |first, d_logits| {
                 for (at, d_row) in d_logits.chunks_exact_mut(classes).enumerate() {
                     let row = first + at;
-                    let Normalizer { largest, share } = normalizers[row];
                     let weight = self.weights[row];
                     if weight == 0.0 {
                         continue;
                     }
                     let factor = factor * weight;
-                    for (d, x) in d_row.iter_mut().zip(&logits[row * classes..]) {
-                        *d = factor * share * lanes::exp(*x - largest);
-                    }
+                    let logits = &logits[row * classes..][..classes];
+                    rows::softmax::probabilities(logits, normalizers[row], factor, d_row);
                     d_row[self.targets[row] as usize] -= factor;
                 }
             });

@@ -4,6 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail}
 pub use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 
 use crate::cuda_layers;
+use mpmd_device::cpu::rows::rotation::rotate;
 
 use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
 
@@ -139,15 +140,8 @@ impl PairRotation {
                 let sequence = row / (self.time * self.heads) % sequences;
                 let time = row / self.heads % self.time;
                 let place = (sequence * self.time + time) * half;
-                let angles = cos[place..][..half].iter().zip(&sin[place..][..half]);
-                let (out_a, out_b) = out.split_at_mut(half);
-                let (a, b) = x.split_at(half);
-                let pairs = out_a.iter_mut().zip(out_b).zip(a.iter().zip(b));
-                for (((out_a, out_b), (a, b)), (cos, sin)) in pairs.zip(angles) {
-                    let sin = direction * sin;
-                    *out_a = a * cos - b * sin;
-                    *out_b = a * sin + b * cos;
-                }
+                let [cos, sin] = [cos, sin].map(|all| &all[place..][..half]);
+                rotate(x, cos, sin, direction, out);
             }
         });
         Ok(out)

@@ -7,7 +7,7 @@ use super::values::{
     TensorValues, are_fast, exact, for_rows, result, single, slice, tensor_like, values,
 };
 use crate::cuda_layers;
-use mpmd_device::cpu::lanes;
+use mpmd_device::cpu::rows;
 
 /// Computes the softmax along dimension `dim`.
 ///
@@ -78,21 +78,7 @@ impl RowSoftmax {
         for_rows(&mut out, width, |first, out| {
             let rows = x[first * width..].chunks_exact(width);
             for (out, x) in out.chunks_exact_mut(width).zip(rows) {
-                let largest = lanes::max(x);
-                out.iter_mut()
-                    .zip(x)
-                    .for_each(|(out, x)| *out = lanes::exp(*x - largest));
-
-                let total = lanes::sum(out);
-                if self.is_log {
-                    let log = total.ln();
-                    out.iter_mut()
-                        .zip(x)
-                        .for_each(|(out, x)| *out = *x - largest - log);
-                } else {
-                    let share = 1.0 / total;
-                    out.iter_mut().for_each(|out| *out *= share);
-                }
+                rows::softmax::softmax(x, self.is_log, out);
             }
         });
         out
@@ -128,18 +114,7 @@ impl CustomOp1 for RowSoftmax {
                 let rows = y[first * width..].chunks_exact(width);
                 let rows = rows.zip(gradient[first * width..].chunks_exact(width));
                 for (d_x, (y, d)) in d_x.chunks_exact_mut(width).zip(rows) {
-                    let terms = y.iter().zip(d);
-                    if self.is_log {
-                        let sum = lanes::sum(d);
-                        d_x.iter_mut()
-                            .zip(terms)
-                            .for_each(|(d_x, (y, d))| *d_x = *d - lanes::exp(*y) * sum);
-                    } else {
-                        let mean = lanes::dot(y, d);
-                        d_x.iter_mut()
-                            .zip(terms)
-                            .for_each(|(d_x, (y, d))| *d_x = *y * (*d - mean));
-                    }
+                    rows::softmax::softmax_gradient(y, d, self.is_log, d_x);
                 }
             });
         }

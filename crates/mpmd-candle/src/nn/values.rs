@@ -7,6 +7,7 @@ use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, StorageRef,
 use candle_nn::VarBuilder;
 use half::slice::HalfFloatSliceExt;
 use half::vec::HalfFloatVecExt;
+use mpmd_device::cpu::rows;
 use rayon::prelude::*;
 
 use crate::pass::weight_gradient;
@@ -213,7 +214,7 @@ pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Te
             gradient.len().checked_div(width).unwrap_or(0),
             |row, at, sums| {
                 let row = &gradient[row * width + at..][..sums.len()];
-                sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += *d);
+                rows::add(sums, row);
             },
         );
         Ok(())

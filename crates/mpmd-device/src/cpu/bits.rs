@@ -1,7 +1,6 @@
 //! Rounding, hashing and comparing the bits of arrays, at about the speed of memory.
 
-#[cfg(target_arch = "x86_64")]
-use super::{VectorWidth, width};
+use super::widest::widest;
 
 /// Number of the hash's keys in the precomputed table.
 const KEYS: usize = 4096;
@@ -26,17 +25,6 @@ const fn mixed(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Defines a variant of a function that uses AVX2 vector registers.
-macro_rules! widest {
-    ($wide:ident = $function:ident($($argument:ident: $of:ty),*) $(-> $result:ty)?) => {
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx2")]
-        fn $wide($($argument: $of),*) $(-> $result)? {
-            $function($($argument),*)
-        }
-    };
-}
-
 /// Rounds little-endian `f32` values to the nearest bfloat16, and ties to even. A NaN stays a NaN.
 ///
 /// # Panics
@@ -44,16 +32,10 @@ macro_rules! widest {
 /// If `out` does not have half as many bytes as `values`.
 pub fn round_to_bf16(values: &[u8], out: &mut [u8]) {
     assert_eq!(values.len(), 2 * out.len(), "bytes");
-
-    #[cfg(target_arch = "x86_64")]
-    if width() >= VectorWidth::Avx2 {
-        // SAFETY: the processor has the instructions of this width.
-        return unsafe { round_wide(values, out) };
-    }
-    round(values, out);
+    round_wide(values, out);
 }
 
-widest!(round_wide = round(values: &[u8], out: &mut [u8]));
+widest!(fn round_wide = round(values: &[u8], out: &mut [u8]));
 
 #[inline(always)]
 fn round(values: &[u8], out: &mut [u8]) {
@@ -85,15 +67,10 @@ fn round(values: &[u8], out: &mut [u8]) {
 /// If `word` is not 1, 2 or 4.
 pub fn sum_of_words(bytes: &[u8], word: usize, first: usize) -> u64 {
     assert!([1, 2, 4].contains(&word), "words of {word} bytes");
-    #[cfg(target_arch = "x86_64")]
-    if width() >= VectorWidth::Avx2 {
-        // SAFETY: the processor has the instructions of this width.
-        return unsafe { sum_wide(bytes, word, first) };
-    }
-    sum(bytes, word, first)
+    sum_wide(bytes, word, first)
 }
 
-widest!(sum_wide = sum(bytes: &[u8], word: usize, first: usize) -> u64);
+widest!(fn sum_wide = sum(bytes: &[u8], word: usize, first: usize) -> u64);
 
 #[inline(always)]
 fn sum(bytes: &[u8], word: usize, first: usize) -> u64 {

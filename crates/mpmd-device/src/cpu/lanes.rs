@@ -8,6 +8,7 @@
 const LANES: usize = 16;
 
 /// Returns the sum of the elements, or zero if there are none.
+#[inline(always)]
 pub fn sum(x: &[f32]) -> f32 {
     sum_of(x, |x| x)
 }
@@ -31,6 +32,7 @@ pub fn sum_of(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
 }
 
 /// Returns the dot product of two slices of the same length.
+#[inline(always)]
 pub fn dot(x: &[f32], y: &[f32]) -> f32 {
     sum_of_both(x, y, |x, y| x * y)
 }
@@ -56,6 +58,7 @@ pub fn sum_of_both(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
 }
 
 /// Returns the largest element, or minus infinity if there is none. It may ignore a NaN.
+#[inline(always)]
 pub fn max(x: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let (chunks, rest) = x.as_chunks::<LANES>();

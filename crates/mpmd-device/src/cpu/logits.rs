@@ -2,8 +2,7 @@
 //! results do not depend on the processor.
 
 use super::lanes;
-#[cfg(target_arch = "x86_64")]
-use super::{VectorWidth, width};
+use super::widest::widest;
 
 /// Number of partial results that are computed in parallel.
 const LANES: usize = 16;
@@ -13,28 +12,6 @@ const TOGETHER: usize = 256;
 const SHIFT: u32 = 17;
 /// Number of bins of [`TokenWeights::bin`].
 pub const BINS: usize = 1 << (31 - SHIFT);
-
-/// Defines a function that calls another function, in an AVX2 variant if the width allows.
-/// Neither variant fuses products and sums, so both give the same bits.
-macro_rules! widest {
-    ($name:ident = $function:ident($($argument:ident: $of:ty),*) $(-> $result:ty)?) => {
-        fn $name($($argument: $of),*) $(-> $result)? {
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx2")]
-                fn with_avx2($($argument: $of),*) $(-> $result)? {
-                    $function($($argument),*)
-                }
-
-                if width() >= VectorWidth::Avx2 {
-                    // SAFETY: the processor has the instructions of this width.
-                    return unsafe { with_avx2($($argument),*) };
-                }
-            }
-            $function($($argument),*)
-        }
-    };
-}
 
 /// Returns an integer for a logit. Keys are ordered as [`f32::total_cmp`] orders their logits.
 #[inline(always)]
@@ -59,7 +36,7 @@ pub fn largest_key(logits: &[f32]) -> i32 {
     largest_wide(logits)
 }
 
-widest!(largest_wide = largest(logits: &[f32]) -> i32);
+widest!(fn largest_wide = largest(logits: &[f32]) -> i32);
 
 #[inline(always)]
 fn largest(logits: &[f32]) -> i32 {
@@ -140,9 +117,9 @@ impl TokenWeights {
     }
 }
 
-widest!(sum_wide = sum(weights: TokenWeights, logits: &[f32], least: i32) -> f32);
-widest!(add_wide = add(weights: TokenWeights, logits: &[f32], least: i32, sums: &mut [f64; BINS]));
-widest!(find_wide = find(
+widest!(fn sum_wide = sum(weights: TokenWeights, logits: &[f32], least: i32) -> f32);
+widest!(fn add_wide = add(weights: TokenWeights, logits: &[f32], least: i32, sums: &mut [f64; BINS]));
+widest!(fn find_wide = find(
     weights: TokenWeights, logits: &[f32], bin: usize, found: &mut dyn FnMut(usize)
 ));
 

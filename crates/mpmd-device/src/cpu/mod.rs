@@ -9,7 +9,9 @@ pub mod matmul;
 pub mod packed;
 pub mod paged;
 mod products;
+pub mod rows;
 pub mod stream;
+mod widest;
 mod width;
 
 pub use mpmd_base::VectorWidth;
