@@ -1,5 +1,6 @@
 //! Matrix products whose bits show the vectors that each process computes with.
 
+use mpmd_core::kernel::matmul;
 use mpmd_core::prelude::*;
 
 use super::Say;
