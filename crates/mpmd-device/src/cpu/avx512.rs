@@ -21,26 +21,36 @@ type T = f32;
 const N: usize = 16;
 type Pack = [T; N];
 
+#[inline(always)]
+unsafe fn vector(x: Pack) -> __m512 {
+    transmute::<Pack, __m512>(x)
+}
+
+#[inline(always)]
+unsafe fn elements(x: __m512) -> Pack {
+    transmute::<__m512, Pack>(x)
+}
+
 // The macros name these functions. They are inlined into kernels that enable AVX-512.
 
 #[inline(always)]
 unsafe fn splat(value: T) -> Pack {
-    transmute::<__m512, Pack>(_mm512_set1_ps(value))
+    elements(_mm512_set1_ps(value))
 }
 
 #[inline(always)]
 unsafe fn mul(x: Pack, y: Pack) -> Pack {
-    transmute::<__m512, Pack>(_mm512_mul_ps(transmute(x), transmute(y)))
+    elements(_mm512_mul_ps(vector(x), vector(y)))
 }
 
 #[inline(always)]
 unsafe fn add(x: Pack, y: Pack) -> Pack {
-    transmute::<__m512, Pack>(_mm512_add_ps(transmute(x), transmute(y)))
+    elements(_mm512_add_ps(vector(x), vector(y)))
 }
 
 #[inline(always)]
 unsafe fn mul_add(x: Pack, y: Pack, sum: Pack) -> Pack {
-    transmute::<__m512, Pack>(_mm512_fmadd_ps(transmute(x), transmute(y), transmute(sum)))
+    elements(_mm512_fmadd_ps(vector(x), vector(y), vector(sum)))
 }
 
 #[inline(always)]

@@ -3,8 +3,8 @@
 //! A block has the keys and values of [`BLOCK`] tokens of a sequence, for each head. Blocks of a
 //! sequence may lie anywhere. The numbers of a query depend on its own position and keys alone, in
 //! one order: so its result does not depend, to the bit, on other queries or on the places of the
-//! blocks. With fused multiply-add instructions, which all widths but the baseline have, the bits differ
-//! from those without.
+//! blocks. With fused multiply-add instructions, which all widths but the baseline have, the bits
+//! differ from those without.
 
 use std::ops::Range;
 

@@ -118,8 +118,8 @@ impl JobEnv {
     /// Looks for the variables of these launchers, in this order: mpmd itself, torchrun, Open MPI,
     /// Slurm, PMIx, PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
     /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
-    /// `MPMD_CORES`, `MPMD_SIMD`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST` and
-    /// `MPMD_CHECK` count under every launcher.
+    /// `MPMD_CORES`, `MPMD_SIMD`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`,
+    /// `MPMD_HOST` and `MPMD_CHECK` count under every launcher.
     ///
     /// If `MPMD_DRY_RUN` is set, launchers' variables are ignored. The process is then a dry run of
     /// a job of `MPMD_DRY_RUN_PROCESSES` processes. It imitates process `MPMD_DRY_RUN_PROCESS`, or
