@@ -24,7 +24,8 @@ const VERSIONS: usize = 2;
 const LENT: u64 = 6;
 /// Divisor of a version's bytes that limits the bytes of stored changes.
 const CHANGES_PART: usize = 4;
-/// Largest number of versions whose changes are stored. Those of an unchanged version have no bytes.
+/// Largest number of versions whose changes are stored. Those of an unchanged version have no
+/// bytes.
 const CHANGES: usize = 1024;
 /// Bytes of values that are cast and compared at a time. They fit into a core's cache.
 const SLICE: usize = 256 << 10;

@@ -909,17 +909,6 @@ fn size_that_the_program_refuses_is_waited_out() {
 }
 
 #[test]
-fn spare_takes_the_place_of_a_process_that_never_joins() {
-    let mut table = Table::new();
-    table.join(1, 0);
-    table.join(1, 1);
-    table.join(1, 7);
-    assert_eq!(table.joined(), []);
-    table.job.place_is_free(ProcessId(2), "it ended".to_owned());
-    assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (17, 2, 1)]);
-}
-
-#[test]
 fn place_is_kept_free_while_the_owner_may_start() {
     let mut table = Table::of_sizes(&[2, 3]);
     table.job.owner_starts(1);
