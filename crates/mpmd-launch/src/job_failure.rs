@@ -220,6 +220,12 @@ impl FailedJob<'_> {
             {
                 return self.fault_of(missing.clone(), Some(error.to_string()));
             }
+            if let Some(RendezvousError::NeverJoins { process, .. }) = self.unformed
+                && *process != first
+            {
+                let why = "the others waited for it to join the job".to_owned();
+                return self.fault_of(vec![*process], Some(why));
+            }
 
             // A failure that began in a process has priority over reports of its loss by others.
             let root = self

@@ -424,15 +424,21 @@ where
     }
 
     /// Tells the rendezvous service how many processes may still come for free places: replacements
-    /// not started yet, and processes that have not joined yet.
+    /// not started yet, and processes that have not joined yet. Before the job is complete, the
+    /// processes that it was started with have places of their own.
     fn tell_if_processes_may_start(&self) {
         if !self.replacing.recovers() {
             return;
         }
         let job = self.standing();
+        let placed = match self.server.is_complete() {
+            true => 0,
+            false => self.launch.processes,
+        };
         let joins =
-            |running: &StartedProcess| running.how.is_none() && !job.is_known(running.number);
-        let joining = self.job.running.iter().filter(|one| joins(one)).count();
+            |running: &&StartedProcess| running.how.is_none() && !job.is_known(running.number);
+        let others = self.job.running.iter().skip(placed);
+        let joining = others.filter(joins).count();
         self.server
             .may_start(self.replacing.left().saturating_add(joining));
     }
@@ -549,7 +555,13 @@ where
         }
 
         let place = match meaning {
-            EndMeaning::Nothing => return,
+            EndMeaning::Nothing => {
+                if !is_ending && let Some(place) = job.place(number) {
+                    // Those that have joined need not wait for it.
+                    self.server.place_is_free(place, how.to_string());
+                }
+                return;
+            }
             EndMeaning::NotNeeded => {
                 if !is_ending && self.server.failure().is_none() {
                     let pid = pid.as_raw_nonzero();
@@ -561,11 +573,13 @@ where
                 }
                 return;
             }
-            EndMeaning::Lost(_) if !is_ending => {
+            EndMeaning::Lost(place) if !is_ending => {
                 let pid = pid.as_raw_nonzero();
                 say(format!("lost the process with pid {pid}: {how}"));
                 self.lost = Some(how);
                 self.replace(number, &job);
+                self.tell_if_processes_may_start();
+                self.server.place_is_free(place, how.to_string());
                 return;
             }
             EndMeaning::FailedAtExit(place) => {

@@ -35,7 +35,12 @@ impl Folder {
 
     /// Returns a job of two in which each process runs the case.
     fn job(&self, case: &str) -> Launch {
-        Launch::new(2, std::env::current_exe().unwrap())
+        self.job_of(2, case)
+    }
+
+    /// Returns a job in which each process runs the case.
+    fn job_of(&self, processes: usize, case: &str) -> Launch {
+        Launch::new(processes, std::env::current_exe().unwrap())
             .args(["--exact", "process_of_a_job", "--nocapture"])
             .env(CASE, case)
             .env("MPMD_TEST_FOLDER", &self.0)
@@ -87,6 +92,12 @@ impl Process {
         let number = self.env.process.index();
         if case == "spare fails" && number == 2 {
             return 7;
+        }
+        if case == "one ends early" && number == 1 {
+            return 0;
+        }
+        if case == "one is lost early" && number == 0 {
+            self.die();
         }
         if case == "one never joins" && number == 1 {
             let script = "trap '' TERM; while :; do sleep 1; done";
@@ -257,6 +268,43 @@ fn lost_process_is_replaced() {
         .run()
         .unwrap();
     assert_eq!((outcome.code(), outcome.codes), (0, vec![0, 137, 0]));
+}
+
+#[test]
+fn process_that_ends_with_code_0_before_it_joins_is_named_at_once() {
+    let folder = Folder::new("early");
+    let outcome = folder.job_of(3, "one ends early").run().unwrap();
+    assert_eq!((outcome.code(), &outcome.codes[..]), (1, &[1, 0, 1][..]));
+    let failure = outcome.first_failure.unwrap().to_string();
+    let expected = "process 1 failed first: it ended with exit code 0; the others waited for it \
+                    to join the job";
+    assert_eq!(failure, expected);
+}
+
+#[test]
+fn loss_of_a_process_that_nobody_replaces_is_told_to_those_that_join() {
+    let folder = Folder::new("lost-early");
+    // The only replacement is lost too.
+    let outcome = folder
+        .job_of(3, "one is lost early")
+        .restarts(1)
+        .run()
+        .unwrap();
+    assert_eq!((outcome.code(), &outcome.codes[1..3]), (137, &[1, 1][..]));
+    let failure = outcome.first_failure.unwrap().to_string();
+    assert!(
+        failure.starts_with("process 0 failed first: it was ended by signal 9"),
+        "{failure}"
+    );
+}
+
+#[test]
+fn spare_replaces_a_process_that_was_lost_before_it_joined() {
+    for case in ["one is lost early", "one ends early"] {
+        let folder = Folder::new(&case.replace(' ', "-"));
+        let outcome = folder.job_of(2, case).spares(1).run().unwrap();
+        assert_eq!(outcome.code(), 0, "{case}: {outcome:?}");
+    }
 }
 
 #[test]

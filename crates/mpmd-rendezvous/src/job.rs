@@ -106,6 +106,12 @@ impl JobState {
         self.epochs.never_joins(process, why, &mut self.actions);
     }
 
+    /// Records that a process has ended, and that a spare may take its place if the job was never
+    /// complete.
+    pub(super) fn place_is_free(&mut self, process: ProcessId, why: String) {
+        self.epochs.place_is_free(process, why, &mut self.actions);
+    }
+
     /// Records the number of processes that the server's owner may still start for free places.
     pub(super) fn owner_starts(&mut self, count: usize) {
         self.epochs.owner_starts(count, &mut self.actions);

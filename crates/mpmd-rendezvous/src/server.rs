@@ -233,7 +233,19 @@ impl RendezvousServer {
     /// other in its place. If the job was never complete, all processes that have joined or will
     /// join fail at once with [`NeverJoins`](RendezvousError::NeverJoins). Otherwise does nothing.
     pub fn never_joins(&self, process: ProcessId, why: String) {
-        self.view.ended_early.lock().push((process, why));
+        self.tell_early_end(EarlyEnd::Fails { process, why });
+    }
+
+    /// Tells the service that a process has ended, in the way `why`, and that its job may go on
+    /// with another in its place. If the job was never complete, a spare takes the place at once.
+    /// If no spare waits, and the owner [may start](Self::may_start) none, all processes that have
+    /// joined or will join fail as in [`never_joins`](Self::never_joins).
+    pub fn place_is_free(&self, process: ProcessId, why: String) {
+        self.tell_early_end(EarlyEnd::FreesPlace { process, why });
+    }
+
+    fn tell_early_end(&self, end: EarlyEnd) {
+        self.view.ended_early.lock().push(end);
         self.view.wakes.notify_one();
     }
 
@@ -355,11 +367,20 @@ struct OwnerView {
     state: Mutex<OwnerViewState>,
     changed: Condvar,
     owner_starts: AtomicUsize,
-    /// Processes that ended before they joined, with the way in which they ended, until the
-    /// service has heard of them.
-    ended_early: Mutex<Vec<(ProcessId, String)>>,
+    /// Ends of processes before the job was complete, until the service has heard of them.
+    ended_early: Mutex<Vec<EarlyEnd>>,
     /// Wakes the service's thread after a change of `owner_starts` or `ended_early`.
     wakes: Notify,
+}
+
+/// The end of a process that the owner started, before the job was complete. `why` is the way in
+/// which it ended.
+#[derive(Debug)]
+enum EarlyEnd {
+    /// The job fails with the process.
+    Fails { process: ProcessId, why: String },
+    /// A spare may take the place of the process.
+    FreesPlace { process: ProcessId, why: String },
 }
 
 #[derive(Debug, Default)]
@@ -420,11 +441,15 @@ impl ServerHub {
         let mut next_link: Link = 0;
 
         loop {
+            // Before the number of processes that may start: it counts a replacement by then.
+            let ended_early = std::mem::take(&mut *self.view.ended_early.lock());
             self.job
                 .owner_starts(self.view.owner_starts.load(Ordering::Relaxed));
-            let ended_early = std::mem::take(&mut *self.view.ended_early.lock());
-            for (process, why) in ended_early {
-                self.job.never_joins(process, why);
+            for end in ended_early {
+                match end {
+                    EarlyEnd::Fails { process, why } => self.job.never_joins(process, why),
+                    EarlyEnd::FreesPlace { process, why } => self.job.place_is_free(process, why),
+                }
             }
             let due = self.job.tick(Instant::now());
             self.act();

@@ -70,6 +70,8 @@ programs! {
     Once first::schedule_of_more_stages,
     Once first::shards_of_a_handle,
     Once first::used_after_donation,
+    Once joining::leaver_returns_at_once,
+    Once joining::rate_beside_the_state,
     Once joining::rows_of_the_start,
     Once joining::shape_by_processes,
     Once operation::environment_of_one_process,
@@ -101,6 +103,8 @@ programs! {
     Once weights::intake_panics,
     Once weights::leaf_not_published,
     Once weights::lower_version,
+    Once weights::next_on_one_process,
     Once weights::other_publication,
+    Once weights::two_at_one_address,
     Once weights::wanted_twice,
 }

@@ -48,6 +48,9 @@ pub(crate) struct Epochs {
     launched: usize,
     /// Number of processes that the server's owner may still start for free places.
     owner_starts: usize,
+    /// The processes that ended before the first epoch began and whose places are free for spares,
+    /// with the way in which they ended.
+    ended_early: Vec<(ProcessId, String)>,
     phase: EpochPhase,
     /// True once a process of the running epoch has left because the job has ended well.
     has_ended_well: bool,
@@ -98,6 +101,7 @@ impl Epochs {
             peer_timeout,
             launched: processes,
             owner_starts: 0,
+            ended_early: Vec::new(),
             phase: EpochPhase::Gathering,
             has_ended_well: false,
             gathers_since: now,
@@ -686,6 +690,38 @@ impl Epochs {
         actions: &mut JobActions,
     ) {
         if self.epoch == 1 && self.phase == EpochPhase::Gathering {
+            self.fail(RendezvousError::NeverJoins { process, why }, actions);
+        }
+    }
+
+    /// Frees the place of a process that has ended in the way `why` before the first epoch began.
+    /// A spare takes the place. If none can come, the job fails.
+    pub(super) fn place_is_free(
+        &mut self,
+        process: ProcessId,
+        why: String,
+        actions: &mut JobActions,
+    ) {
+        if self.epoch > 1 || self.phase != EpochPhase::Gathering {
+            return;
+        }
+        if let Some(vacant) = self.vacant.get_mut(process.index()) {
+            *vacant = true;
+            self.ended_early.push((process, why));
+            self.place_spares(actions);
+        }
+    }
+
+    /// Fails a job that was never complete if a process that has ended leaves a place free and no
+    /// spare can come. Does nothing before a process has joined: the program may not use mpmd. The
+    /// waiting spares have their places already.
+    fn fail_if_place_stays_free(&mut self, actions: &mut JobActions) {
+        let is_waited_for = self.seats.iter().any(Option::is_some);
+        if self.epoch > 1 || self.owner_starts > 0 || !is_waited_for {
+            return;
+        }
+        let is_free = |(process, _): &&(ProcessId, String)| self.seats[process.index()].is_none();
+        if let Some((process, why)) = self.ended_early.iter().find(is_free).cloned() {
             self.fail(RendezvousError::NeverJoins { process, why }, actions);
         }
     }

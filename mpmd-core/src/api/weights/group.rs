@@ -4,6 +4,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_launch::LaunchError;
@@ -17,10 +18,13 @@ use super::net::{Net, Service};
 use crate::api::program::{Program, SideJob, join_beside};
 use crate::error::{Error, Result, panic_text};
 use mpmd_base::ProcessId;
-use mpmd_base::block::thread;
+use mpmd_base::block::{mpsc, thread};
 
 /// Longest peer timeout of a link. It may be short, since a lost link is soon replaced.
 pub(super) const LONGEST: Duration = Duration::from_secs(15);
+
+/// Interval at which a process that waits for the other members looks for lost processes.
+const LOSS_LOOK: Duration = Duration::from_millis(50);
 
 /// A request to all processes of a publisher, or of a subscriber, from process 0 of a subscriber.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -191,7 +195,7 @@ impl Members {
 /// This process's connection to the rendezvous of its publisher or subscriber. Dropping it leaves
 /// the rendezvous.
 pub(super) struct GroupMembership {
-    rendezvous: Rendezvous,
+    rendezvous: Arc<Rendezvous>,
     server: Option<Service>,
 }
 
@@ -206,6 +210,7 @@ impl GroupMembership {
     /// Opens the rendezvous on the first member, at `listen` or any free port, and joins it. Blocks
     /// until all members have joined. `answer` is called for each [`GroupCall`], on a thread that
     /// must not block. All processes must call `open`.
+    #[track_caller]
     pub(super) fn open(
         p: &mut Program,
         members: &Members,
@@ -265,11 +270,47 @@ impl GroupMembership {
                 .and_then(|answer| control::encode(&answer).ok())
                 .unwrap_or_default()
         });
-        rendezvous.join(JobMember::default()).map_err(wrong)?;
+        let rendezvous = join_unless_lost(p, rendezvous)?;
         Ok(OpenedGroup {
             address,
             group: Some(Self { rendezvous, server }),
         })
+    }
+}
+
+/// Joins the group at its rendezvous. Waits for all members, but not after the program has lost a
+/// process: that one may never come, and the rendezvous cannot know it.
+///
+/// # Errors
+///
+/// Those of [`Rendezvous::join`], and the failure of the program. The thread that joins then ends
+/// with the rendezvous, or within the time limit of the group.
+fn join_unless_lost(p: &Program, rendezvous: Rendezvous) -> Result<Arc<Rendezvous>> {
+    let rendezvous = Arc::new(rendezvous);
+    let joining = rendezvous.clone();
+    let (sender, joined) = mpsc::channel();
+    let join = move || {
+        // Nobody waits any more once a process was lost.
+        _ = sender.send(joining.join(JobMember::default()));
+    };
+    spawn("mpmd-group", join)?;
+
+    loop {
+        match joined.recv_timeout(LOSS_LOOK) {
+            Ok(joined) => {
+                joined.map_err(wrong)?;
+                return Ok(rendezvous);
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(Error::Environment(
+                    "the thread that joins the processes of a publication panicked".to_owned(),
+                ));
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+        if let Some(failure) = p.runtime.cause() {
+            return Err(Error::failed(failure));
+        }
     }
 }
 

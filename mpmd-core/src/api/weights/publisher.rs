@@ -209,7 +209,8 @@ impl Program {
     /// # Errors
     ///
     /// If a leaf is uncommitted, has partial sums, or cannot be cast to the dtype of the
-    /// publication. If process 0 cannot listen, or the system gives no threads.
+    /// publication. If process 0 cannot listen, or the system gives no threads. If the job fails
+    /// meanwhile, for example by the loss of a process.
     #[track_caller]
     pub fn publisher<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -359,6 +360,7 @@ impl LinkListener {
 impl Publisher {
     /// Opens the rendezvous at which subscribers find the publication, and starts the threads that
     /// copy the versions and serve the links.
+    #[track_caller]
     fn open(
         &mut self,
         p: &mut Program,

@@ -211,6 +211,7 @@ impl Network {
 const PUBLISHER: u32 = 10;
 const ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 50_000);
 const STEP: Duration = Duration::from_millis(100);
+const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn token() -> Token {
     Token::new([7; 32])
@@ -277,7 +278,7 @@ impl Job {
             join_group(number);
             let devices = job.processes() as usize;
             let builder = Builder::default().devices(devices);
-            let builder = builder.peer_timeout(Duration::from_secs(60));
+            let builder = builder.peer_timeout(PEER_TIMEOUT);
             let mut p = builder
                 .over(job.fabric.endpoint(ProcessId(process)))
                 .unwrap();
@@ -290,14 +291,15 @@ impl Job {
             let result = p.conclude(result);
             // Those that were killed end with an error.
             assert!(
-                result.is_ok() || job.is_dead(),
+                result.is_ok() || job.is_dead(number),
                 "process {number}: {result:?}"
             );
         })
     }
 
-    fn is_dead(&self) -> bool {
-        self.network.state.lock().dead.contains(&self.first)
+    /// True if a process was killed. `number` is its number in the network.
+    fn is_dead(&self, number: u32) -> bool {
+        self.network.state.lock().dead.contains(&number)
     }
 
     /// True on all processes once the job is to end. All wait for all.
@@ -314,6 +316,12 @@ impl Job {
     fn kill(&self) {
         (self.first..self.first + self.processes()).for_each(|process| self.network.kill(process));
         (0..self.processes()).for_each(|process| self.fabric.kill(ProcessId(process)));
+    }
+
+    /// Kills a process.
+    fn kill_one(&self, process: u32) {
+        self.network.kill(self.first + process);
+        self.fabric.kill(ProcessId(process));
     }
 
     fn publish(&self, p: &mut Program, net: Net, first: u64) -> Result<()> {
@@ -608,6 +616,44 @@ fn killed_publishers_leave_no_version_without_an_end() {
             jobs.subscriber.wait_above(first, Duration::from_secs(20));
         });
     }
+}
+
+/// The rendezvous of the publisher's processes waits longer than the program, and knows no loss.
+#[test]
+fn publisher_waits_for_no_lost_process() {
+    let settings = WorldSettings {
+        seed: 1,
+        longest: Duration::from_secs(7200),
+        log: false,
+    };
+    let (end, _) = simulated(settings, || {
+        let network = Arc::new(Network {
+            seed: 1,
+            state: Mutex::default(),
+        });
+        let job = Job::new(&network, PUBLISHER, 2);
+        let lost = job.start(1, |job, _, _| {
+            job.kill_one(1);
+            Ok(())
+        });
+        let end = Arc::new(Mutex::new(None));
+        let told = end.clone();
+        let waits = job.start(0, move |job, p, net| {
+            let begun = now();
+            let published = job.publish(p, net, 1);
+            *told.lock() = Some((published, since(begun)));
+            job.kill_one(0);
+            Ok(())
+        });
+        for process in [lost, waits] {
+            process.join().unwrap();
+        }
+        end.lock().take()
+    });
+    let (published, waited) = end.unwrap();
+    let said = published.expect_err("a process is lost").to_string();
+    assert!(said.contains("process 1 is gone"), "{said}");
+    assert!(waited < PEER_TIMEOUT, "{waited:?} of the simulation");
 }
 
 #[test]

@@ -24,6 +24,9 @@ const VERSIONS: usize = 2;
 const LENT: u64 = 6;
 /// Divisor of a version's bytes that limits the bytes of stored changes.
 const CHANGES_PART: usize = 4;
+/// Largest number of versions whose changes are stored. Those of an unchanged version have no
+/// bytes.
+const CHANGES: usize = 1024;
 /// Bytes of values that are cast and compared at a time. They fit into a core's cache.
 const SLICE: usize = 256 << 10;
 
@@ -189,7 +192,9 @@ impl Store {
                 bytes,
             });
             let most = bits.iter().map(|bits| bits.len()).sum::<usize>() / CHANGES_PART;
-            while state.steps.iter().map(|step| step.bytes).sum::<usize>() > most {
+            while state.steps.len() > CHANGES
+                || state.steps.iter().map(|step| step.bytes).sum::<usize>() > most
+            {
                 state.steps.pop_front();
             }
         }
@@ -422,6 +427,19 @@ mod tests {
             .flat_map(|value| value.to_le_bytes())
             .collect();
         store.add(number, |_| Ok(bytes.clone().into())).unwrap();
+    }
+
+    #[test]
+    fn versions_without_changes_do_not_add_up() {
+        let store = store();
+        let last = 2 * CHANGES as u64;
+        for number in 0..=last {
+            add(&store, number, [1.0, 2.0, 3.0]);
+        }
+        assert_eq!(store.state.lock().steps.len(), CHANGES);
+        let oldest = last - CHANGES as u64;
+        assert!(store.changes(oldest, last).is_some());
+        assert!(store.changes(oldest - 1, last).is_none());
     }
 
     #[test]

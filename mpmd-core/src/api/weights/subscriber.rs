@@ -282,7 +282,8 @@ impl Program {
     /// # Errors
     ///
     /// If a sharding does not fit its leaf, if two leaves have the same name, or if the system
-    /// gives no threads.
+    /// gives no threads. If the job fails meanwhile, for example by the loss of a process.
+    #[track_caller]
     pub fn subscribe(
         &mut self,
         subscribing: Subscribing,
@@ -300,6 +301,7 @@ impl Program {
     /// # Errors
     ///
     /// As for [`Program::subscribe`].
+    #[track_caller]
     pub fn subscribe_with(
         &mut self,
         subscribing: Subscribing,
@@ -354,6 +356,7 @@ fn answer_calls(
 impl Subscription {
     /// Opens the rendezvous of the subscriber's processes, and starts the threads that take the
     /// versions and, on process 0, look for the publisher.
+    #[track_caller]
     fn open(
         &mut self,
         p: &mut Program,
@@ -442,6 +445,7 @@ impl Subscription {
     /// # Errors
     ///
     /// If the job has failed, or the subscription has an [`Intake`].
+    #[track_caller]
     pub fn next(&mut self, p: &mut Program) -> Result<Option<(u64, Vec<MpmdArray>)>> {
         let Some(latest) = self.latest.clone() else {
             return Err(Error::kernel(

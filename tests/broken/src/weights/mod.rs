@@ -4,7 +4,9 @@ pub(crate) mod host_values;
 pub(crate) mod intake_panics;
 pub(crate) mod leaf_not_published;
 pub(crate) mod lower_version;
+pub(crate) mod next_on_one_process;
 pub(crate) mod other_publication;
+pub(crate) mod two_at_one_address;
 pub(crate) mod wanted_twice;
 
 use std::collections::BTreeMap;

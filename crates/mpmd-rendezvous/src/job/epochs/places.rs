@@ -291,6 +291,8 @@ impl Epochs {
         let shrinks = self.owner_starts == 0 && self.shrinks();
         if self.leavers.awaited == 0 && (is_complete || shrinks) {
             self.begin(actions);
+        } else {
+            self.fail_if_place_stays_free(actions);
         }
     }
 
@@ -614,7 +616,43 @@ mod tests {
 
         let mut table = Table::running(2);
         table.job.never_joins(ProcessId(1), "it ended".to_owned());
+        table.job.place_is_free(ProcessId(1), "it ended".to_owned());
         assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
+    }
+
+    #[test]
+    fn place_that_stays_free_fails_those_that_wait_at_once() {
+        let ended = |process| RendezvousError::NeverJoins {
+            process: ProcessId(process),
+            why: "it ended".to_owned(),
+        };
+
+        // Nobody waits yet: the program may not use mpmd.
+        let mut table = Table::new(3);
+        table.job.place_is_free(ProcessId(2), "it ended".to_owned());
+        assert_eq!(table.job.epochs.phase(), &EpochPhase::Gathering);
+        table.join(0, "");
+        assert_eq!(errors(table.said()), [(10, ended(2))]);
+        table.join(1, "");
+        assert_eq!(errors(table.said()), [(11, ended(2))]);
+
+        // The owner knows of the end before the service has seen that of the connection.
+        let mut table = Table::new(3);
+        table.join(0, "");
+        table.join(1, "");
+        table.job.place_is_free(ProcessId(0), "it ended".to_owned());
+        assert_eq!(errors(table.said()), []);
+        table.job.closed(10, "its connection was closed");
+        assert_eq!(errors(table.said()), [(11, ended(0))]);
+
+        // A spare may come until the owner starts no more.
+        let mut table = Table::new(2);
+        table.join(1, "");
+        table.job.owner_starts(1);
+        table.job.place_is_free(ProcessId(0), "it ended".to_owned());
+        assert_eq!(errors(table.said()), []);
+        table.job.owner_starts(0);
+        assert_eq!(errors(table.said()), [(11, ended(0))]);
     }
 
     #[test]

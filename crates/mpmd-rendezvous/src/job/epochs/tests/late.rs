@@ -3,6 +3,17 @@
 use super::*;
 
 #[test]
+fn spare_takes_the_place_of_a_process_that_never_joins() {
+    let mut table = Table::new();
+    table.join(1, 0);
+    table.join(1, 1);
+    table.join(1, 7);
+    assert_eq!(table.joined(), []);
+    table.job.place_is_free(ProcessId(2), "it ended".to_owned());
+    assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (17, 2, 1)]);
+}
+
+#[test]
 fn late_processes_are_named_once_to_the_first_that_joined() {
     let mut table = Table::new();
     // A launcher may take long until it starts its processes.
