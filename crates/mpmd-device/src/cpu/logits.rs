@@ -118,7 +118,9 @@ impl TokenWeights {
 }
 
 widest!(fn sum_wide = sum(weights: TokenWeights, logits: &[f32], least: i32) -> f32);
-widest!(fn add_wide = add(weights: TokenWeights, logits: &[f32], least: i32, sums: &mut [f64; BINS]));
+widest!(fn add_wide = add(
+    weights: TokenWeights, logits: &[f32], least: i32, sums: &mut [f64; BINS]
+));
 widest!(fn find_wide = find(
     weights: TokenWeights, logits: &[f32], bin: usize, found: &mut dyn FnMut(usize)
 ));

@@ -64,8 +64,8 @@ fn probabilities_row(row: &mut [f32], scores: Scores<'_>) -> Normalizer {
 
 widest!(
     /// Replaces a query's products with the keys, `row`, by probabilities. Replaces the
-    /// probabilities' gradients `d_row` by gradients of the products. Both become zero for keys that
-    /// the query does not see.
+    /// probabilities' gradients `d_row` by gradients of the products. Both become zero for keys
+    /// that the query does not see.
     ///
     /// `mean` is the mean of the probabilities' gradients, weighted by the probabilities: the dot
     /// product of the result and its gradient. It is computed here if it is `None`.
