@@ -20,14 +20,18 @@ const LONGEST_SUM: usize = 512;
 pub trait Scalar: sealed::Sealed + Copy + Send + Sync + 'static {
     /// The neutral element of addition.
     const ZERO: Self;
+    /// The neutral element of multiplication.
+    const ONE: Self;
 }
 
 impl Scalar for f32 {
     const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
 }
 
 impl Scalar for f64 {
     const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
 }
 
 /// Prevents other implementations of `Scalar`: there are kernels for no other type.
