@@ -11,8 +11,8 @@ use mpmd_base::{VectorWidth, variables};
 /// The width of the job, as an index into [`VectorWidth::ALL`].
 static AGREED: AtomicU8 = AtomicU8::new(VectorWidth::ALL.len() as u8 - 1);
 
-/// Returns the width that kernels of this process compute with: the narrowest of what the processor
-/// has, what `MPMD_SIMD` allows, and what the job has agreed on.
+/// Returns the width that kernels of this process compute with: the narrowest of three, those of
+/// the processor, of `MPMD_SIMD`, and of the job.
 ///
 /// A value of `MPMD_SIMD` that names no width does not count here: a job does not start with it.
 pub fn width() -> VectorWidth {
@@ -47,7 +47,7 @@ fn own() -> VectorWidth {
 
 #[cfg(target_arch = "x86_64")]
 fn find_width() -> VectorWidth {
-    // What `gemm-common` asks for before it computes with AVX2.
+    // The instructions that `gemm-common` computes with at AVX2.
     let has_avx2 = is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
         && is_x86_feature_detected!("f16c");

@@ -6,7 +6,7 @@ use super::softmax::Normalizer;
 use crate::cpu::lanes;
 use crate::cpu::widest::widest;
 
-/// What the scores of a query become before their softmax.
+/// The scores of a query before their softmax, as a function of its products with the keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores<'a> {
     /// The factor of the products of query and keys.
