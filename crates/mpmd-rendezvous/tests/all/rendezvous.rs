@@ -407,7 +407,7 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     // peer_timeout 30 s, member of empty fields}, in bincode's standard form.
     stopped
         .write_all(&[
-            21, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+            22, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
         ])
         .unwrap();
     let mut mine = config(&server, 0, 2);
