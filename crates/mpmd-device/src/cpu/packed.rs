@@ -23,9 +23,13 @@ const COLUMNS: usize = 256;
 /// cache.
 const ROWS: usize = 256;
 
-/// Largest number of rows of `x` that stay in the cache completely. Then each panel is read from
-/// start to end.
-const FEW_ROWS: usize = 16;
+/// Largest number of values of `x` that stay in the second-level cache completely. Then each panel
+/// is read from start to end.
+const FEW_VALUES: usize = 1 << 16;
+
+/// Largest number of tiles that read a block where it is. If there are more, the block is first
+/// copied to contiguous numbers of `f32`.
+const MANY_TILES: usize = 2;
 
 /// A weight `[rows, columns]` of `f32` or `bf16` elements, packed into panels of [`PANEL`] rows.
 #[derive(Clone, Debug)]
@@ -212,7 +216,7 @@ fn dispatch<T: WeightElement>(
     assert!(width <= processor_width(), "instructions of {width}");
     #[cfg(target_arch = "x86_64")]
     match width {
-        VectorWidth::Baseline => blocks::<T, 2, false>(weight, x, columns, out),
+        VectorWidth::Baseline => blocks::<T, 2, 16, false>(weight, x, columns, out),
         // SAFETY: the processor has these instructions.
         VectorWidth::Avx2 => unsafe { with_avx2(weight, x, columns, out) },
         // SAFETY: the same.
@@ -221,24 +225,32 @@ fn dispatch<T: WeightElement>(
 
     // Others have the fused instruction always.
     #[cfg(not(target_arch = "x86_64"))]
-    blocks::<T, 4, true>(weight, x, columns, out);
+    blocks::<T, 6, 16, true>(weight, x, columns, out);
 }
 
+/// The tile's sums take 24 of 32 registers.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn with_avx512<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
-    blocks::<T, 4, true>(weight, x, columns, out);
+    blocks::<T, 12, 32, true>(weight, x, columns, out);
 }
 
+/// The tile's sums take 12 of 16 registers. A few rows are multiplied by whole panels, so that
+/// memory is read from start to end.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 fn with_avx2<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
-    blocks::<T, 3, true>(weight, x, columns, out);
+    if x.len() <= 3 * columns {
+        blocks::<T, 3, 32, true>(weight, x, columns, out);
+    } else {
+        blocks::<T, 6, 16, true>(weight, x, columns, out);
+    }
 }
 
-/// Multiplies in blocks of rows and columns, with `TILE` rows of `x` at a time.
+/// Multiplies in blocks of rows and columns. A tile has at most `TILE` rows of `x`, and `LANES` rows
+/// of a panel.
 #[inline(always)]
-fn blocks<T: WeightElement, const TILE: usize, const FUSED: bool>(
+fn blocks<T: WeightElement, const TILE: usize, const LANES: usize, const FUSED: bool>(
     weight: &[T],
     x: &[f32],
     columns: usize,
@@ -247,7 +259,7 @@ fn blocks<T: WeightElement, const TILE: usize, const FUSED: bool>(
     let m = x.len() / columns.max(1);
     for rows in (0..m).step_by(ROWS).map(|start| start..m.min(start + ROWS)) {
         // Few rows of `x` stay in the cache as a whole.
-        let run = if m <= FEW_ROWS { columns } else { COLUMNS };
+        let run = if m * columns <= FEW_VALUES { columns } else { COLUMNS };
         for start in (0..columns).step_by(run) {
             let panels = weight
                 .chunks_exact(columns * PANEL)
@@ -255,45 +267,112 @@ fn blocks<T: WeightElement, const TILE: usize, const FUSED: bool>(
             for (panel, out) in panels {
                 for first in (start..columns.min(start + run)).step_by(COLUMNS) {
                     let (panel, _) = panel[first * PANEL..].as_chunks::<PANEL>();
-                    let panel = &panel[..COLUMNS.min(columns - first)];
+                    let width = COLUMNS.min(columns - first);
+                    let skip = if run == columns { width } else { columns };
+                    let block = PanelBlock {
+                        columns: &panel[..width],
+                        next: panel.as_ptr().wrapping_add(skip).cast(),
+                        is_first: first == 0,
+                    };
+                    let x = XColumns {
+                        values: &x[first..],
+                        stride: columns,
+                    };
                     let (out, _) = out.as_chunks_mut::<PANEL>();
-
-                    let is_first = first == 0;
-
-                    let mut row = rows.start;
-                    while row + TILE <= rows.end {
-                        let x = &x[row * columns + first..];
-                        tile::<T, TILE, FUSED>(panel, x, columns, &mut out[row..], is_first);
-                        row += TILE;
-                    }
-                    while row < rows.end {
-                        let x = &x[row * columns + first..];
-                        tile::<T, 1, FUSED>(panel, x, columns, &mut out[row..], is_first);
-                        row += 1;
-                    }
+                    tiles::<T, TILE, LANES, FUSED>(&block, &x, rows.clone(), out);
                 }
             }
         }
     }
 }
 
-/// Adds the products of `TILE` rows of `x` and a panel's columns to the rows of `out`. If
-/// `is_first` is true, overwrites the rows instead.
-#[inline(always)]
-fn tile<T: WeightElement, const TILE: usize, const FUSED: bool>(
-    panel: &[[T; PANEL]],
-    x: &[f32],
-    stride: usize,
-    out: &mut [[f32; PANEL]],
+/// Consecutive columns of a panel.
+struct PanelBlock<'a, T> {
+    columns: &'a [[T; PANEL]],
+    /// The beginning of the block that is multiplied next.
+    next: *const u8,
+    /// True if the block has the panel's first column.
     is_first: bool,
-) {
-    let mut sums = [[0.0f32; PANEL]; TILE];
-    let rows: [&[f32]; TILE] = std::array::from_fn(|row| &x[row * stride..][..panel.len()]);
+}
 
-    for (column, weights) in panel.iter().enumerate() {
-        let weights: [f32; PANEL] = std::array::from_fn(|at| weights[at].value());
+/// The columns of `x` that belong to a block. The elements of row `i` begin at `i * stride`.
+struct XColumns<'a> {
+    values: &'a [f32],
+    stride: usize,
+}
+
+/// Multiplies the rows `rows` of `x` by a block, in tiles of about the same number of rows.
+#[inline(always)]
+fn tiles<T: WeightElement, const TILE: usize, const LANES: usize, const FUSED: bool>(
+    block: &PanelBlock<'_, T>,
+    x: &XColumns<'_>,
+    rows: Range<usize>,
+    out: &mut [[f32; PANEL]],
+) {
+    let count = rows.len().div_ceil(TILE);
+    // The whole of the next block is fetched while this one is multiplied.
+    let mut ahead = Ahead::new(block, count * PANEL / LANES);
+    let mut unpacked = [[0.0; LANES]; COLUMNS];
+
+    for part in 0..PANEL / LANES {
+        let columns = block.columns.iter().map(|weights| {
+            let (parts, _) = weights.as_chunks::<LANES>();
+            &parts[part]
+        });
+        let is_unpacked = count > MANY_TILES;
+        if is_unpacked {
+            for (to, from) in unpacked.iter_mut().zip(columns.clone()) {
+                *to = values(from);
+            }
+        }
+
+        for tile in 0..count {
+            let first = rows.start + rows.len() * tile / count;
+            let end = rows.start + rows.len() * (tile + 1) / count;
+            let x = XColumns {
+                values: &x.values[first * x.stride..],
+                ..*x
+            };
+            let to = &mut out[first..end];
+            seq_macro::seq!(N in 1..=12 {
+                match end - first {
+                    #(N if N <= TILE => {
+                        let sums: [[f32; LANES]; N] = if is_unpacked {
+                            let columns = unpacked[..block.columns.len()].iter();
+                            sums_of_tile::<_, N, LANES, FUSED>(columns, &x, &mut ahead)
+                        } else {
+                            sums_of_tile::<_, N, LANES, FUSED>(columns.clone(), &x, &mut ahead)
+                        };
+                        store(&sums, part, block.is_first, to);
+                    })*
+                    _ => unreachable!("a tile of at most {TILE} rows"),
+                }
+            });
+        }
+    }
+}
+
+/// Returns the sums of the products of the first `TILE` rows of `x`, and `LANES` rows of a block
+/// with these columns.
+#[inline(always)]
+fn sums_of_tile<'a, T, const TILE: usize, const LANES: usize, const FUSED: bool>(
+    columns: impl ExactSizeIterator<Item = &'a [T; LANES]>,
+    x: &XColumns<'_>,
+    ahead: &mut Ahead,
+) -> [[f32; LANES]; TILE]
+where
+    T: WeightElement + 'a,
+{
+    let mut sums = [[0.0f32; LANES]; TILE];
+    let rows: [&[f32]; TILE] =
+        std::array::from_fn(|row| &x.values[row * x.stride..][..columns.len()]);
+
+    for (column, weights) in columns.enumerate() {
+        ahead.fetch();
+        let weights = values(weights);
         for (sums, row) in sums.iter_mut().zip(&rows) {
-            let x = row[column];
+            // SAFETY: each row was cut to the number of columns above.
+            let x = unsafe { *row.get_unchecked(column) };
             for (sum, weight) in sums.iter_mut().zip(&weights) {
                 *sum = if FUSED {
                     x.mul_add(*weight, *sum)
@@ -303,10 +382,65 @@ fn tile<T: WeightElement, const TILE: usize, const FUSED: bool>(
             }
         }
     }
+    sums
+}
 
-    for (out, sums) in out.iter_mut().zip(&sums) {
-        for (out, sum) in out.iter_mut().zip(sums) {
+/// Returns the values of elements. A loop, since `array::map` is not always inlined.
+#[inline(always)]
+fn values<T: WeightElement, const LANES: usize>(elements: &[T; LANES]) -> [f32; LANES] {
+    let mut values = [0.0; LANES];
+    for (value, element) in values.iter_mut().zip(elements) {
+        *value = element.value();
+    }
+    values
+}
+
+/// Adds sums to part `part` of the rows of `out`. In the panel's first block, overwrites it instead.
+#[inline(always)]
+fn store<const LANES: usize>(
+    sums: &[[f32; LANES]],
+    part: usize,
+    is_first: bool,
+    out: &mut [[f32; PANEL]],
+) {
+    for (out, sums) in out.iter_mut().zip(sums) {
+        let (parts, _) = out.as_chunks_mut::<LANES>();
+        for (out, sum) in parts[part].iter_mut().zip(sums) {
             *out = if is_first { *sum } else { *out + *sum };
+        }
+    }
+}
+
+/// Fetches the memory of the next block into the second-level cache, in equal steps. The processor
+/// itself fetches ahead only while a block is read for the first time, so memory would rest while
+/// further tiles are multiplied.
+struct Ahead {
+    next: *const u8,
+    /// Bytes from step to step.
+    step: usize,
+}
+
+impl Ahead {
+    /// `tiles` is the number of times that the block is read.
+    #[inline(always)]
+    fn new<T>(block: &PanelBlock<'_, T>, tiles: usize) -> Self {
+        Self {
+            next: block.next,
+            step: size_of::<[T; PANEL]>() / tiles,
+        }
+    }
+
+    #[inline(always)]
+    fn fetch(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            // SAFETY: a prefetch may name any address: it accesses no memory that the program could
+            // observe, and does not fault.
+            unsafe {
+                _mm_prefetch::<_MM_HINT_T1>(self.next.cast());
+            }
+            self.next = self.next.wrapping_add(self.step);
         }
     }
 }
