@@ -1,7 +1,8 @@
-"""What torch's pipelining takes for the training that `train_gpt` does by default: a transformer of
-875,264 parameters in four stages, one process each, 1F1B, AdamW. Prints tokens per second.
+"""What torch takes for the training that `train_gpt` does by default: a transformer of 875,264
+parameters, AdamW. By pipelining in four stages, one process each, 1F1B; or with THREADS in one
+process, whose microbatches follow each other. Prints tokens per second.
 
-    python torch_pipeline.py [STEPS]
+    python torch_pipeline.py [STEPS [THREADS]]
 """
 
 import os
@@ -38,12 +39,13 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """The blocks of one stage, with the embedding in the first, and the head in the last."""
+    """The blocks of one of `stages` stages, with the embedding in the first, and the head in the
+    last."""
 
-    def __init__(self, stage):
+    def __init__(self, stage, stages):
         super().__init__()
-        self.is_first, self.is_last = stage == 0, stage == STAGES - 1
-        self.blocks = nn.Sequential(*[Block() for _ in range(BLOCKS // STAGES)])
+        self.is_first, self.is_last = stage == 0, stage == stages - 1
+        self.blocks = nn.Sequential(*[Block() for _ in range(BLOCKS // stages)])
         if self.is_first:
             self.bytes, self.positions = nn.Embedding(BYTES, WIDTH), nn.Embedding(TIME, WIDTH)
         if self.is_last:
@@ -66,7 +68,7 @@ def train(rank, steps, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=STAGES)
     torch.manual_seed(rank)
 
-    part = Part(rank)
+    part = Part(rank, STAGES)
     parameters = torch.tensor(sum(parameter.numel() for parameter in part.parameters()))
     dist.all_reduce(parameters)
     assert parameters == 875_264, "another model than that of train_gpt"
@@ -92,12 +94,38 @@ def train(rank, steps, store):
 
     dist.barrier()
     if rank == 0:
-        rate = steps * rows * TIME / seconds
-        print(f"{steps} steps in {seconds:.1f} s: {rate:.0f} tokens/s", flush=True)
+        show(steps, seconds)
     dist.destroy_process_group()
+
+
+def train_alone(steps, threads):
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = Part(0, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    seconds = 0.0
+    for step in range(steps + 1):
+        data = torch.randint(BYTES, (MICROBATCHES, BATCH, TIME + 1))
+        begin = time.monotonic()
+        for rows in data:
+            loss = loss_of(model(rows[:, :-1]), rows[:, 1:].contiguous())
+            (loss / MICROBATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds += (time.monotonic() - begin) if step else 0.0
+    show(steps, seconds)
+
+
+def show(steps, seconds):
+    rate = steps * BATCH * MICROBATCHES * TIME / seconds
+    print(f"{steps} steps in {seconds:.1f} s: {rate:.0f} tokens/s", flush=True)
 
 
 if __name__ == "__main__":
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 30
+    if len(sys.argv) > 2:
+        train_alone(steps, int(sys.argv[2]))
+        sys.exit()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(train, (steps, os.path.join(folder, "store")), nprocs=STAGES)

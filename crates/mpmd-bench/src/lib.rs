@@ -11,6 +11,7 @@ mod dispatch;
 mod host;
 mod job;
 mod memcpy;
+mod model;
 mod options;
 mod p2p;
 mod reshard;
@@ -43,6 +44,8 @@ enum BenchCommand {
     /// A server of a language model with the interface of OpenAI: tokens per second, times to the
     /// first token and between tokens.
     Serve(serve::BenchServeArgs),
+    /// A language model by the server's engine, without HTTP: the rates of a prompt and of replies.
+    Model(model::ModelArgs),
     /// Facts of a CUDA driver, without the framework: times of memory, events and copies, and the
     /// objects that another process can open.
     Probe(direct::ProbeArgs),
@@ -61,6 +64,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         BenchCommand::Reshard(args) => reshard::reshard(args),
         BenchCommand::Weights(args) => weights::weights(args),
         BenchCommand::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),
+        BenchCommand::Model(args) => model::model(args),
         BenchCommand::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -6,6 +6,7 @@ mod operation;
 mod outside;
 mod recovery;
 mod server;
+mod speed;
 mod training;
 mod weights;
 
@@ -94,6 +95,11 @@ programs! {
     Once server::stops_by_itself,
     Once server::token_without_a_row,
     Once server::version_on_one_process,
+    Once speed::cost_told_by_one,
+    Once speed::double_where_it_is_fast,
+    Once speed::fastest_kernel_first,
+    Once speed::microbatches_by_own_speed,
+    Once speed::sum_by_cores,
     Once training::begun_anew,
     Once training::best_not_kept,
     Once training::ends_by_itself,

@@ -1,6 +1,6 @@
 //! Programs of other projects that do the same work as a measurement, and print the same lines.
 //!
-//! Open MPI's is in C, and is compiled here. That of torch needs a Python with torch.
+//! Open MPI's is in C, and is compiled here. Those of torch and llama.cpp need a Python with them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,16 +28,19 @@ pub(super) enum Peer {
         case: &'static str,
     },
     /// `xtask/peers/torch_pipeline.py`.
-    Torch {
-        /// Number of updates.
-        steps: &'static str,
-    },
+    Torch { arguments: &'static [&'static str] },
+    /// `xtask/peers/llama_training.py`.
+    Transformers { arguments: &'static [&'static str] },
+    /// `xtask/peers/llama_model.py`.
+    LlamaCpp { arguments: &'static [&'static str] },
 }
 
 /// The peers of this machine, built. The text is the reason why one is missing.
 pub(super) struct Peers {
     open_mpi: Result<BuiltPeer, String>,
     torch: Result<BuiltPeer, String>,
+    transformers: Result<BuiltPeer, String>,
+    llama_cpp: Result<BuiltPeer, String>,
 }
 
 struct BuiltPeer {
@@ -49,7 +52,7 @@ struct BuiltPeer {
 }
 
 impl Peers {
-    /// Compiles Open MPI's program into `folder`, and looks for torch in `python`.
+    /// Compiles Open MPI's program into `folder`, and looks for the others in `python`.
     ///
     /// # Errors
     ///
@@ -64,7 +67,9 @@ impl Peers {
         let sources = root.join("xtask/peers");
         Ok(Self {
             open_mpi: open_mpi(&sources, folder, stop),
-            torch: torch(&sources, python, stop),
+            torch: of_python(&TORCH, &sources, python, stop),
+            transformers: of_python(&TRANSFORMERS, &sources, python, stop),
+            llama_cpp: of_python(&LLAMA_CPP, &sources, python, stop),
         })
     }
 
@@ -76,7 +81,13 @@ impl Peers {
 
     /// Returns the names and versions of all peers that are there.
     pub(super) fn names(&self) -> Vec<&str> {
-        let all = [&self.open_mpi, &self.torch].into_iter().flatten();
+        let all = [
+            &self.open_mpi,
+            &self.torch,
+            &self.transformers,
+            &self.llama_cpp,
+        ];
+        let all = all.into_iter().flatten();
         all.map(|built| built.name.as_str()).collect()
     }
 
@@ -85,7 +96,9 @@ impl Peers {
         let built = self.built(peer).as_ref().map_err(Clone::clone)?;
         let mut command = Command::new(match peer {
             Peer::OpenMpi { .. } => Path::new("mpirun"),
-            Peer::Torch { .. } => &built.program,
+            Peer::Torch { .. } | Peer::Transformers { .. } | Peer::LlamaCpp { .. } => {
+                &built.program
+            }
         });
         match peer {
             Peer::OpenMpi {
@@ -100,8 +113,10 @@ impl Peers {
                     .arg(&built.program)
                     .arg(case);
             }
-            Peer::Torch { steps } => {
-                command.args(&built.script).arg(steps);
+            Peer::Torch { arguments }
+            | Peer::Transformers { arguments }
+            | Peer::LlamaCpp { arguments } => {
+                command.args(&built.script).args(arguments);
             }
         }
         Ok(command)
@@ -111,6 +126,8 @@ impl Peers {
         match peer {
             Peer::OpenMpi { .. } => &self.open_mpi,
             Peer::Torch { .. } => &self.torch,
+            Peer::Transformers { .. } => &self.transformers,
+            Peer::LlamaCpp { .. } => &self.llama_cpp,
         }
     }
 }
@@ -136,15 +153,51 @@ fn open_mpi(sources: &Path, folder: &Path, stop: &AtomicBool) -> Result<BuiltPee
     })
 }
 
-/// Looks for torch.
-fn torch(sources: &Path, python: &str, stop: &AtomicBool) -> Result<BuiltPeer, String> {
-    let version = ["-c", "import torch; print(torch.__version__)"];
-    let version = output(Command::new(python).args(version), stop)
-        .map_err(|why| format!("torch: {why}; --python FILE names a Python that has it"))?;
+/// A peer that is a package of Python.
+struct PythonPackage {
+    name: &'static str,
+    /// The modules that the script needs, the one with the version first.
+    modules: &'static str,
+    /// The file in `xtask/peers`.
+    script: &'static str,
+}
+
+const TORCH: PythonPackage = PythonPackage {
+    name: "torch",
+    modules: "torch",
+    script: "torch_pipeline.py",
+};
+const TRANSFORMERS: PythonPackage = PythonPackage {
+    name: "transformers",
+    modules: "transformers, torch",
+    script: "llama_training.py",
+};
+const LLAMA_CPP: PythonPackage = PythonPackage {
+    name: "llama-cpp-python",
+    modules: "llama_cpp, gguf",
+    script: "llama_model.py",
+};
+
+/// Looks for a package of Python.
+fn of_python(
+    package: &PythonPackage,
+    sources: &Path,
+    python: &str,
+    stop: &AtomicBool,
+) -> Result<BuiltPeer, String> {
+    let PythonPackage {
+        name,
+        modules,
+        script,
+    } = package;
+    let first = modules.split(',').next().unwrap_or_default();
+    let program = format!("import {modules}; print({first}.__version__)");
+    let version = output(Command::new(python).args(["-c", &program]), stop)
+        .map_err(|why| format!("{name}: {why}; --python FILE names a Python that has it"))?;
     Ok(BuiltPeer {
-        name: format!("torch {}", version.trim()),
+        name: format!("{name} {}", version.trim()),
         program: python.into(),
-        script: Some(sources.join("torch_pipeline.py")),
+        script: Some(sources.join(script)),
     })
 }
 
@@ -164,12 +217,14 @@ mod tests {
     #[test]
     fn missing_peer_says_why_and_how_to_get_it() {
         let stop = AtomicBool::new(false);
-        let missing = torch(Path::new("."), "no-such-python", &stop);
+        let missing = of_python(&TORCH, Path::new("."), "no-such-python", &stop);
         let peers = Peers {
             open_mpi: Err("there is none".to_owned()),
             torch: missing.map(|_| unreachable!("there is no such Python")),
+            transformers: Err("there is none".to_owned()),
+            llama_cpp: Err("there is none".to_owned()),
         };
-        let torch = Peer::Torch { steps: "1" };
+        let torch = Peer::Torch { arguments: &["1"] };
         let why = peers.command(torch).unwrap_err();
         assert!(
             why.contains("no-such-python") && why.contains("--python FILE"),
@@ -187,6 +242,8 @@ mod tests {
                 script: None,
             }),
             torch: Err(String::new()),
+            transformers: Err(String::new()),
+            llama_cpp: Err(String::new()),
         };
         let peer = Peer::OpenMpi {
             processes: "2",

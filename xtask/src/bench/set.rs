@@ -258,9 +258,90 @@ pub(super) const SET: &[Measurement] = &[
         program: "train_gpt",
         arguments: &training("4"),
         figures: &[tokens("train_gpt, 4 stages, 4 processes")],
-        peer: Some(Peer::Torch { steps: "30" }),
+        peer: Some(Peer::Torch { arguments: &["30"] }),
+    },
+    Measurement {
+        name: "train-core",
+        program: "train_gpt",
+        arguments: &training_in_stages("1"),
+        figures: &[tokens("train_gpt, 1 stage: one thread")],
+        peer: Some(Peer::Torch {
+            arguments: &["30", "1"],
+        }),
+    },
+    Measurement {
+        name: "train-cores",
+        program: "train_gpt",
+        arguments: &training_in_stages("2"),
+        figures: &[tokens("train_gpt, 2 stages in 2 processes")],
+        peer: Some(Peer::Torch {
+            arguments: &["30", "2"],
+        }),
+    },
+    Measurement {
+        name: "train-model",
+        program: "mpmd",
+        arguments: &["bench", "model", "--json", "--repeats", "3", "--train"],
+        figures: &[rate("training of a Llama, 124M", "training", "2 micro")],
+        peer: Some(Peer::Transformers { arguments: &[] }),
+    },
+    Measurement {
+        name: "model",
+        program: "mpmd",
+        arguments: &[
+            "bench",
+            "model",
+            "--json",
+            "--repeats",
+            "3",
+            "--clients",
+            "1,8",
+        ],
+        figures: &[
+            rate("a prompt of 512 tokens, f32", "prompt", "512 tokens"),
+            rate("replies to 1 client, f32", "replies", "1 clients"),
+            rate("replies to 8 clients, f32", "replies", "8 clients"),
+        ],
+        peer: Some(Peer::LlamaCpp {
+            arguments: &["--repeats", "3", "--clients", "1,8"],
+        }),
+    },
+    Measurement {
+        name: "model-half",
+        program: "mpmd",
+        arguments: &[
+            "bench",
+            "model",
+            "--json",
+            "--repeats",
+            "3",
+            "--clients",
+            "1,8",
+            "--half",
+        ],
+        figures: &[
+            rate("a prompt of 512 tokens, bf16", "prompt", "512 tokens"),
+            rate("replies to 1 client, bf16", "replies", "1 clients"),
+            rate("replies to 8 clients, bf16", "replies", "8 clients"),
+        ],
+        peer: Some(Peer::LlamaCpp {
+            arguments: &["--repeats", "3", "--clients", "1,8", "--half"],
+        }),
     },
 ];
+
+/// Returns the arguments of a short training with one process for each stage.
+const fn training_in_stages(stages: &'static str) -> [&'static str; 10] {
+    let [steps, count, sample, none, processes, _, end, text] = training(stages);
+    [
+        steps, count, sample, none, "--stages", stages, processes, stages, end, text,
+    ]
+}
+
+/// Describes a rate that `mpmd bench model --json` prints.
+const fn rate(item: &'static str, case: &'static str, parameters: &'static str) -> FigureSpec {
+    median(item, case, parameters, "tokens/s", Higher)
+}
 
 const fn rows_to_columns(item: &'static str, parameters: &'static str) -> FigureSpec {
     median(item, "rows to columns", parameters, "GB/s", Higher)

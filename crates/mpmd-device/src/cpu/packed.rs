@@ -259,7 +259,11 @@ fn blocks<T: WeightElement, const TILE: usize, const LANES: usize, const FUSED: 
     let m = x.len() / columns.max(1);
     for rows in (0..m).step_by(ROWS).map(|start| start..m.min(start + ROWS)) {
         // Few rows of `x` stay in the cache as a whole.
-        let run = if m * columns <= FEW_VALUES { columns } else { COLUMNS };
+        let run = if m * columns <= FEW_VALUES {
+            columns
+        } else {
+            COLUMNS
+        };
         for start in (0..columns).step_by(run) {
             let panels = weight
                 .chunks_exact(columns * PANEL)

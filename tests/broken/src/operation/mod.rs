@@ -10,12 +10,12 @@ use mpmd::prelude::*;
 use mpmd::topology::Mesh;
 
 /// Returns the mesh of each of two stages, with a device each.
-fn stages(p: &Program) -> Result<Vec<Mesh>> {
+pub(crate) fn stages(p: &Program) -> Result<Vec<Mesh>> {
     Ok(p.mesh(&[("stage", 2)])?.split("stage")?)
 }
 
 /// Computes a step: an array that grows by one on each stage. Returns it on the last stage.
-fn step(p: &mut Program, stages: &[Mesh]) -> Result<MpmdArray> {
+pub(crate) fn step(p: &mut Program, stages: &[Mesh]) -> Result<MpmdArray> {
     let mut x = MpmdArray::scalar(1.0f32);
     for stage in stages {
         x = p.device_put(&x, stage.replicated())?;
