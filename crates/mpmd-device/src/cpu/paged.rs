@@ -12,8 +12,6 @@ use super::{VectorWidth, lanes, processor_width, width};
 
 /// Number of tokens in a block.
 pub const BLOCK: usize = 16;
-/// Number of queries that are computed together, so that they read each block once.
-const TILE: usize = 4;
 
 /// The keys and values of tokens, in blocks of [`BLOCK`] tokens.
 #[derive(Clone, Debug)]
@@ -130,15 +128,15 @@ impl KeyValueBlocks {
         }
 
         let mut room = Vec::new();
-        for (queries, out) in queries.chunks(TILE).zip(out.chunks_mut(TILE * dim)) {
-            let tile = QueryTile {
+        for (query, out) in queries.iter().zip(out.chunks_mut(dim)) {
+            let seen = SeenKeys {
                 paged: self,
                 head,
                 table,
-                queries,
+                query,
                 scores,
             };
-            dispatch(width, &tile, &mut room, out);
+            dispatch(width, &seen, &mut room, out);
         }
     }
 
@@ -148,136 +146,161 @@ impl KeyValueBlocks {
             .as_chunks()
             .0
     }
-
-    fn values_of(&self, block: u32, head: usize) -> &[f32] {
-        let len = self.dim * BLOCK;
-        &self.values[(block as usize * self.heads + head) * len..][..len]
-    }
 }
 
-/// Up to [`TILE`] queries that are computed together, with their blocks of keys and values.
-struct QueryTile<'a> {
+/// A query, with the blocks of the keys and values that it sees.
+struct SeenKeys<'a> {
     paged: &'a KeyValueBlocks,
     head: usize,
     table: &'a [u32],
-    queries: &'a [Query<'a>],
+    query: &'a Query<'a>,
     scores: Scores,
 }
 
 /// Computes with the vector instructions of `width`, which the processor has. `room` is scratch
 /// memory for scores.
-fn dispatch(width: VectorWidth, tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+fn dispatch(width: VectorWidth, keys: &SeenKeys<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     assert!(width <= processor_width(), "instructions of {width}");
     #[cfg(target_arch = "x86_64")]
     match width {
-        VectorWidth::Baseline => compute::<false>(tile, room, out),
+        VectorWidth::Baseline => compute::<false>(keys, room, out),
         // SAFETY: the processor has these instructions.
-        VectorWidth::Avx2 => unsafe { with_avx2(tile, room, out) },
+        VectorWidth::Avx2 => unsafe { with_avx2(keys, room, out) },
         // SAFETY: the same.
-        VectorWidth::Avx512 => unsafe { with_avx512(tile, room, out) },
+        VectorWidth::Avx512 => unsafe { with_avx512(keys, room, out) },
     }
 
     // Others have the fused instruction always.
     #[cfg(not(target_arch = "x86_64"))]
-    compute::<true>(tile, room, out);
+    compute::<true>(keys, room, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn with_avx512(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
-    compute::<true>(tile, room, out);
+fn with_avx512(keys: &SeenKeys<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+    compute::<true>(keys, room, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn with_avx2(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
-    compute::<true>(tile, room, out);
+fn with_avx2(keys: &SeenKeys<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+    compute::<true>(keys, room, out);
 }
 
-/// Computes `softmax(scores) v` for the queries of a tile. `room` is scratch memory for scores.
+/// Computes `softmax(scores) v` for a query. `room` is scratch memory for scores.
+///
+/// The compiler keeps the sums of eight vectors in registers, which hide the time of each product:
+/// those of four blocks of keys, or of 64 elements of values. With several queries at a time it does
+/// not, so queries are computed one by one.
 #[inline(always)]
-fn compute<const FUSED: bool>(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
-    let &QueryTile {
-        paged,
-        head,
-        table,
-        queries,
-        scores: Scores { scale, cap },
-    } = tile;
-    let (Some(start), Some(end)) = (
-        queries.iter().map(|query| query.seen.start / BLOCK).min(),
-        queries
-            .iter()
-            .map(|query| query.seen.end.div_ceil(BLOCK))
-            .max(),
-    ) else {
-        return;
-    };
+fn compute<const FUSED: bool>(keys: &SeenKeys<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+    let seen = keys.query.seen.clone();
+    let first = seen.start / BLOCK * BLOCK;
+    let blocks = &keys.table[seen.start / BLOCK..seen.end.div_ceil(BLOCK)];
+    room.resize(blocks.len() * BLOCK, 0.0);
 
-    let blocks = &table[start..end];
-    let first = start * BLOCK;
-    let len = blocks.len() * BLOCK;
-    room.resize(TILE * len, 0.0);
+    let (fours, rest) = blocks.as_chunks::<4>();
+    let (rooms, rest_room) = room.split_at_mut(fours.len() * 4 * BLOCK);
+    for (blocks, room) in fours.iter().zip(rooms.chunks_exact_mut(4 * BLOCK)) {
+        multiply_keys::<4, FUSED>(keys, blocks, room);
+    }
+    for (block, room) in rest.iter().zip(rest_room.chunks_exact_mut(BLOCK)) {
+        multiply_keys::<1, FUSED>(keys, &[*block], room);
+    }
 
-    multiply_keys::<FUSED>(tile, blocks, room);
+    let shares = &mut room[seen.start - first..seen.end - first];
+    softmax(shares, keys.scores);
 
-    // The seen keys' scores become weights, which add up the values.
-    out.fill(0.0);
-    let each = queries
-        .iter()
-        .zip(room.chunks_exact_mut(len))
-        .zip(out.chunks_exact_mut(paged.dim));
-    for ((query, row), out) in each {
-        let row = &mut row[query.seen.start - first..query.seen.end - first];
-        for x in &mut *row {
-            *x *= scale;
-            if let Some(cap) = cap {
-                *x = cap * (*x / cap).tanh();
-            }
-        }
-
-        let largest = lanes::max(row);
-        row.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
-        let share = 1.0 / lanes::sum(row);
-
-        for (position, x) in query.seen.clone().zip(row) {
-            let values = paged.values_of(table[position / BLOCK], head);
-            let values = &values[position % BLOCK * paged.dim..][..paged.dim];
-            let weight = share * *x;
-            for (sum, value) in out.iter_mut().zip(values) {
-                *sum = if FUSED {
-                    weight.mul_add(*value, *sum)
-                } else {
-                    *sum + weight * *value
-                };
-            }
-        }
+    let dim = keys.paged.dim;
+    let mut lane = 0;
+    while lane + 64 <= dim {
+        add_values::<64, FUSED>(keys, shares, lane, out);
+        lane += 64;
+    }
+    while lane + 16 <= dim {
+        add_values::<16, FUSED>(keys, shares, lane, out);
+        lane += 16;
+    }
+    for lane in lane..dim {
+        add_values::<1, FUSED>(keys, shares, lane, out);
     }
 }
 
-/// Fills `room` `[TILE, keys]` with the products of the queries and all keys of `blocks`, including
-/// keys that a query does not see.
+/// Writes the products of the query and all keys of some blocks to `out`, including keys that the
+/// query does not see.
 #[inline(always)]
-fn multiply_keys<const FUSED: bool>(tile: &QueryTile<'_>, blocks: &[u32], room: &mut [f32]) {
-    let len = blocks.len() * BLOCK;
-    for (at, block) in blocks.iter().enumerate() {
-        let keys = tile.paged.keys_of(*block, tile.head);
-        let mut sums = [[0.0f32; BLOCK]; TILE];
-        for (column, keys) in keys.iter().enumerate() {
-            for (sums, query) in sums.iter_mut().zip(tile.queries) {
-                let x = query.elements[column];
-                for (sum, key) in sums.iter_mut().zip(keys) {
-                    *sum = if FUSED {
-                        x.mul_add(*key, *sum)
-                    } else {
-                        *sum + x * *key
-                    };
-                }
-            }
+fn multiply_keys<const BLOCKS: usize, const FUSED: bool>(
+    seen: &SeenKeys<'_>,
+    blocks: &[u32; BLOCKS],
+    out: &mut [f32],
+) {
+    let elements = seen.query.elements;
+    let keys: [&[[f32; BLOCK]]; BLOCKS] =
+        std::array::from_fn(|at| &seen.paged.keys_of(blocks[at], seen.head)[..elements.len()]);
+
+    let mut sums = [[0.0f32; BLOCK]; BLOCKS];
+    for (column, x) in elements.iter().enumerate() {
+        for (sums, keys) in sums.iter_mut().zip(&keys) {
+            add_product::<BLOCK, FUSED>(sums, *x, &keys[column]);
         }
-        for (query, sums) in sums.iter().enumerate() {
-            room[query * len + at * BLOCK..][..BLOCK].copy_from_slice(sums);
+    }
+    out.copy_from_slice(sums.as_flattened());
+}
+
+/// Turns products of the query and its keys into the shares of the keys' values.
+#[inline(always)]
+fn softmax(row: &mut [f32], scores: Scores) {
+    let Scores { scale, cap } = scores;
+    for x in &mut *row {
+        *x *= scale;
+        if let Some(cap) = cap {
+            *x = cap * (*x / cap).tanh();
         }
+    }
+
+    let largest = lanes::max(row);
+    row.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
+    let share = 1.0 / lanes::sum(row);
+    row.iter_mut().for_each(|x| *x *= share);
+}
+
+/// Writes `LANES` elements of the result, from `lane` on: the sum of the seen values, each times its
+/// share, in the order of positions.
+#[inline(always)]
+fn add_values<const LANES: usize, const FUSED: bool>(
+    seen: &SeenKeys<'_>,
+    shares: &[f32],
+    lane: usize,
+    out: &mut [f32],
+) {
+    let KeyValueBlocks {
+        heads, dim, values, ..
+    } = seen.paged;
+    let mut sums = [0.0f32; LANES];
+    for (position, share) in seen.query.seen.clone().zip(shares) {
+        let block = seen.table[position / BLOCK] as usize;
+        let row = (block * heads + seen.head) * BLOCK + position % BLOCK;
+        let values = values[row * dim + lane..].first_chunk::<LANES>();
+        if let Some(values) = values {
+            add_product::<LANES, FUSED>(&mut sums, *share, values);
+        }
+    }
+    out[lane..lane + LANES].copy_from_slice(&sums);
+}
+
+/// Adds `x` times each of `values` to `sums`.
+#[inline(always)]
+fn add_product<const LANES: usize, const FUSED: bool>(
+    sums: &mut [f32; LANES],
+    x: f32,
+    values: &[f32; LANES],
+) {
+    for (sum, value) in sums.iter_mut().zip(values) {
+        *sum = if FUSED {
+            x.mul_add(*value, *sum)
+        } else {
+            *sum + x * *value
+        };
     }
 }
 
