@@ -52,9 +52,13 @@ impl LossHistory {
             }
             match MetricsLine::parse(line) {
                 Ok(MetricsLine::Training(LossPoint { step, loss })) => {
-                    // The evaluation after `step - 1` updates may be the last one that is kept.
-                    training.split_off(&step);
-                    held_out.split_off(&step);
+                    // An evaluation may stand before the lines of the last steps before it.
+                    let is_repeated = training.range(step..).next().is_some();
+                    if is_repeated {
+                        // That after `step - 1` updates may be the last one that is kept.
+                        training.split_off(&step);
+                        held_out.split_off(&step);
+                    }
                     training.insert(step, loss);
                 }
                 Ok(MetricsLine::HeldOut(LossPoint { step, loss })) => {
@@ -157,6 +161,19 @@ mod tests {
         assert_eq!(points(&history.training), [(1, 3.5), (2, 3.0)]);
         assert_eq!(points(&history.held_out), [(2, 3.25)]);
         assert_eq!(history.skipped, [""; 0]);
+    }
+
+    #[test]
+    fn evaluation_may_stand_before_the_steps_before_it() {
+        let text = "{\"step\":1,\"loss\":3}\n{\"step\":3,\"evaluation\":3.25}\n\
+                    {\"step\":2,\"loss\":2.5}\n{\"step\":3,\"loss\":2}\n\
+                    {\"step\":4,\"loss\":1}\n";
+        let history = LossHistory::parse("a", text);
+        assert_eq!(
+            points(&history.training),
+            [(1, 3.0), (2, 2.5), (3, 2.0), (4, 1.0)]
+        );
+        assert_eq!(points(&history.held_out), [(3, 3.25)]);
     }
 
     #[test]
