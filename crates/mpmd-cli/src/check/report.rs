@@ -113,7 +113,8 @@ impl<'a> ProgramReport<'a> {
                 writeln!(
                     f,
                     "steps    {} and {count} are equal, {length} operations each; later steps \
-                     are assumed to be equal too",
+                     are assumed to be equal too\n         \
+                     operations after the last step are not examined",
                     count - 1
                 )
             }
@@ -246,7 +247,7 @@ impl<'a> ProgramReport<'a> {
         if agreed > 0 {
             writeln!(
                 f,
-                "values   {agreed} are broadcast: the dry run uses the program's values for it"
+                "values   the proof takes the program's own values for {agreed} broadcasts"
             )?;
         }
 
