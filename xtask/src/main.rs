@@ -63,8 +63,8 @@ cargo xtask bench [--against REV | --peers [--python FILE]] [--pairs N] [--only 
                   [--json FILE] [--at-most RATIO] [--record]
                              a fixed set of measurements; with REV in turns with those of that \
 commit, which it
-                             builds; --peers: in turns with Open MPI, and with torch and llama.cpp if the Python \
-FILE has it; --at-most: exit code 1 if the ratio of a figure is above it, \
+                             builds; --peers: in turns with Open MPI, and with torch and llama.cpp \
+if the Python FILE has them; --at-most: exit code 1 if the ratio of a figure is above it, \
 also its p10; --record: writes docs/performance.md
 cargo xtask help             this text";
 

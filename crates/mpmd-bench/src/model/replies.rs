@@ -61,7 +61,8 @@ pub(super) fn run(p: &mut Program, folder: &Folder, args: &ModelArgs) -> Result<
     cases.ok().context("the client has panicked")?
 }
 
-/// Returns the sizes of the server: room for the longest prompt, and for the replies to all clients.
+/// Returns the sizes of the server: room for the longest prompt, and for the replies to all
+/// clients.
 fn sizes(args: &ModelArgs) -> SchedulerSizes {
     let sequences = args.clients.iter().copied().max().unwrap_or(1);
     let positions = (args.prompt + 1).max(SHORT + args.reply);

@@ -247,8 +247,8 @@ fn with_avx2<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mu
     }
 }
 
-/// Multiplies in blocks of rows and columns. A tile has at most `TILE` rows of `x`, and `LANES` rows
-/// of a panel.
+/// Multiplies in blocks of rows and columns. A tile has at most `TILE` rows of `x`, and `LANES`
+/// rows of a panel.
 #[inline(always)]
 fn blocks<T: WeightElement, const TILE: usize, const LANES: usize, const FUSED: bool>(
     weight: &[T],
@@ -399,7 +399,8 @@ fn values<T: WeightElement, const LANES: usize>(elements: &[T; LANES]) -> [f32; 
     values
 }
 
-/// Adds sums to part `part` of the rows of `out`. In the panel's first block, overwrites it instead.
+/// Adds sums to part `part` of the rows of `out`. In the panel's first block, overwrites it
+/// instead.
 #[inline(always)]
 fn store<const LANES: usize>(
     sums: &[[f32; LANES]],

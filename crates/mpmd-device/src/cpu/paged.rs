@@ -190,8 +190,8 @@ fn with_avx2(keys: &SeenKeys<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
 /// Computes `softmax(scores) v` for a query. `room` is scratch memory for scores.
 ///
 /// The compiler keeps the sums of eight vectors in registers, which hide the time of each product:
-/// those of four blocks of keys, or of 64 elements of values. With several queries at a time it does
-/// not, so queries are computed one by one.
+/// those of four blocks of keys, or of 64 elements of values. With several queries at a time it
+/// does not, so queries are computed one by one.
 #[inline(always)]
 fn compute<const FUSED: bool>(keys: &SeenKeys<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     let seen = keys.query.seen.clone();
@@ -264,8 +264,8 @@ fn softmax(row: &mut [f32], scores: Scores) {
     row.iter_mut().for_each(|x| *x *= share);
 }
 
-/// Writes `LANES` elements of the result, from `lane` on: the sum of the seen values, each times its
-/// share, in the order of positions.
+/// Writes `LANES` elements of the result, from `lane` on: the sum of the seen values, each times
+/// its share, in the order of positions.
 #[inline(always)]
 fn add_values<const LANES: usize, const FUSED: bool>(
     seen: &SeenKeys<'_>,
