@@ -64,6 +64,9 @@ pub struct JobEnv {
     pub local_process: Option<usize>,
     /// The address of the rendezvous service, in the form `host:port`.
     pub coordinator: String,
+    /// The variable that gives `coordinator`, or the launcher from whose variables it follows, for
+    /// messages.
+    pub coordinator_source: String,
     /// True if the launcher runs the rendezvous service; otherwise process 0 must run it.
     pub hosted: bool,
     /// The job's secret: `MPMD_JOB_TOKEN`, or a token derived from the secret in
@@ -448,9 +451,9 @@ fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, Launch
         });
     }
 
-    let coordinator = match (vars.get(ours::COORDINATOR), coordinator) {
-        (Some(given), _) => given,
-        (None, DefaultCoordinator::At(address)) => address,
+    let (coordinator, coordinator_source) = match (vars.get(ours::COORDINATOR), coordinator) {
+        (Some(given), _) => (given, ours::COORDINATOR.to_owned()),
+        (None, DefaultCoordinator::At(address)) => (address, format!("the variables of {source}")),
         (None, DefaultCoordinator::Needs(missing)) => {
             return Err(vars.half_set(source, &missing));
         }
@@ -482,6 +485,7 @@ fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, Launch
         is_added,
         local_process,
         coordinator,
+        coordinator_source,
         hosted,
         token,
         token_is_guessable,
