@@ -740,13 +740,23 @@ fn ctrl_c_saves_and_says_what_is_true() {
         if let Some(mut errors) = errors {
             let mut said = String::new();
             errors.read_to_string(&mut said).unwrap();
-            let last = said.lines().last().unwrap_or_default();
-            let step = last.strip_prefix("stopped by Ctrl-C after step ");
-            let step = step.and_then(|rest| rest.strip_suffix(end));
+            let lines: Vec<&str> = said.lines().collect();
             assert!(
-                step.is_some_and(|step| step.parse::<u64>().is_ok()),
-                "{option}: {said}"
+                lines.contains(&"Ctrl-C: ends after this step; once more ends at once"),
+                "{said}"
             );
+            let number = |line: &str, before: &str, after: &str| {
+                let number = line.strip_prefix(before)?.strip_suffix(after)?;
+                number.parse::<u64>().ok()
+            };
+            let before = "stopped by Ctrl-C after step ";
+            let step = lines.iter().find_map(|line| number(line, before, end));
+            assert!(step.is_some(), "{option}: {said}");
+            if option == "--save" {
+                let last = lines.last().unwrap_or(&"");
+                let saved = number(last, "saved after step ", &format!(" to {to}"));
+                assert_eq!(saved, step, "{said}");
+            }
         }
         assert_eq!(job.wait().code(), Some(130), "{option}");
         let saved = fs::read_dir(to)
@@ -757,6 +767,53 @@ fn ctrl_c_saves_and_says_what_is_true() {
         assert!(
             saved.any(|name| name == "model.safetensors" || manifest(&name)),
             "{option}"
+        );
+    }
+}
+
+#[test]
+fn training_that_keeps_nothing_warns_first() {
+    let said = |args: &[&str]| {
+        let mut job = Alone::start(&[&["--steps", "1"], args].concat());
+        let mut said = String::new();
+        let mut errors = job.0.stderr.take().unwrap();
+        errors.read_to_string(&mut said).unwrap();
+        assert_eq!(job.wait().code(), Some(0), "{said}");
+        said
+    };
+    let warning = "warning: the trained model is not kept: give --save";
+    let kept_nothing = said(&[]);
+    assert!(
+        kept_nothing.find(warning) < kept_nothing.find("step 1/1")
+            && kept_nothing.contains(warning),
+        "{kept_nothing}"
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let to = folder.path().to_str().unwrap();
+    assert!(!said(&["--checkpoints", to]).contains(warning));
+}
+
+#[test]
+fn too_short_text_is_named_by_its_option_and_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let empty = folder.path().join("empty.txt");
+    fs::write(&empty, "").unwrap();
+    let (model, text, empty) = (path("plain"), text(), empty.to_str().unwrap().to_owned());
+    let text = text.to_str().unwrap();
+    for (args, option) in [
+        (&[empty.as_str()][..], "TEXT"),
+        (&["--evaluate", &empty], "--evaluate"),
+        (&[text, "--held-out", &empty], "--held-out"),
+    ] {
+        let mut command = bare(FINETUNE);
+        command.arg("--model").arg(&model).args(args);
+        let output = command.args(["--time", "8"]).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let named = format!("{option} {empty}: ");
+        assert!(
+            said.contains(&named) && said.contains("--time 8") && !said.contains("training text"),
+            "{said}"
         );
     }
 }

@@ -129,12 +129,18 @@ impl Checkpoint {
 
         for (name, array) in &contents.arrays {
             let Some(saved) = self.arrays.get(name) else {
-                let problem = format!("{name}: {} is expected, no such array found", array.aval());
+                let problem = format!(
+                    "the checkpoint is of another model: {name}: {} is expected, no such array found",
+                    array.aval()
+                );
                 return Err(failed(&self.path, &problem));
             };
             let found = saved.file.aval(name)?;
             if found != *array.aval() {
-                let problem = format!("{name}: {} is expected, {found} found", array.aval());
+                let problem = format!(
+                    "the checkpoint is of another model: {name}: {} is expected, {found} found",
+                    array.aval()
+                );
                 return Err(failed(saved.file.path(), &problem));
             }
         }
