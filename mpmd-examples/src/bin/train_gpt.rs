@@ -255,6 +255,14 @@ fn main() -> anyhow::Result<ExitCode> {
     Ok(ended.map_or(code, |code| ExitCode::from(*code)))
 }
 
+/// Names the option whose folder an error is about. Other errors stay as they are.
+fn of_option(option: &str, error: Error) -> Error {
+    match error {
+        Error::Environment(why) => Error::Environment(format!("{option}: {why}")),
+        other => other,
+    }
+}
+
 /// Returns the names of the files and folders of the text.
 fn names_of(paths: &[PathBuf]) -> String {
     let names: Vec<String> = paths
@@ -454,15 +462,16 @@ impl<'a> TrainingPlan<'a> {
                 .filter(|_| p.epoch() > 1)
                 .map(|folder| self.checkpoints(folder));
             let option = if own.is_some() { "--save" } else { "--load" };
-            let resumed = trainer.resume(p, commits, own.as_ref().or(load.as_ref()));
-            step = match (&own, &load) {
-                (None, None) => resumed?,
-                _ => resumed.context(option)?,
-            };
+            step = trainer
+                .resume(p, commits, own.as_ref().or(load.as_ref()))
+                .map_err(|error| of_option(option, error))?;
         }
 
         if let Some(load) = load.as_ref().filter(|_| step == 0) {
-            step = trainer.restore(p, load).context("--load")?.unwrap_or(0);
+            let restored = trainer.restore(p, load);
+            step = restored
+                .map_err(|error| of_option("--load", error))?
+                .unwrap_or(0);
         }
         // A dry run reads no file.
         if let Some(folder) = args.load.as_ref().filter(|_| step == 0 && !p.is_dry_run()) {

@@ -83,7 +83,7 @@ impl EnvironmentJob {
 
         if let Some(lack) = returning.lack.take()
             && self.env.spares.unwrap_or(0) == 0
-            && let Some(told) = lack.told_by(returning.process, self.peer_timeout())
+            && let Some(told) = lack.told_by(returning.process)
         {
             warn_user(&told);
         }
@@ -119,10 +119,6 @@ impl EnvironmentJob {
             }
             started => started,
         }
-    }
-
-    fn peer_timeout(&self) -> Duration {
-        self.builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT)
     }
 
     fn join_as(&mut self, returning: Option<FormerMember>) -> Result<EpochStart> {

@@ -129,15 +129,15 @@ pub(super) struct ProcessLack {
 
 impl ProcessLack {
     /// Formats the lack for the user, from process `me`. `None` on all processes but one.
-    pub(super) fn told_by(&self, me: ProcessId, peer_timeout: Duration) -> Option<String> {
+    pub(super) fn told_by(&self, me: ProcessId) -> Option<String> {
         let Self { process, left, why } = self;
         let first = u32::from(*process == ProcessId(0));
         let why = why.as_ref().map_or(String::new(), |why| format!(": {why}"));
         (me == ProcessId(first)).then(|| {
             format!(
-                "process {process} is lost, and the program does not go on with {left} of {}\
-                 {why}. Without another process in that place within {peer_timeout:?} the job \
-                 ends (`mpmd run` starts one with --restart or --spares)",
+                "process {process} is lost, and the program does not go on with {left} of {}{why}. \
+                 Without another process in that place the job ends (`mpmd run` starts one with \
+                 --restart or --spares)",
                 left + 1
             )
         })
