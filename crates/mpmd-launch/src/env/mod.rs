@@ -57,6 +57,8 @@ pub struct JobEnv {
     /// Number of spares, or `None` if the launcher does not give it. Spares are processes with
     /// numbers from `processes` on, each of which waits to replace a lost process.
     pub spares: Option<usize>,
+    /// Number of processes that the launcher may start in all for the places of lost ones.
+    pub restarts: usize,
     /// True if this process was added to a running job.
     pub is_added: bool,
     /// The number of this process among the processes of its host, from 0. `None` if the launcher
@@ -482,6 +484,7 @@ fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, Launch
         process: ProcessId(process),
         processes,
         spares,
+        restarts: vars.number(ours::RESTARTS)?.unwrap_or(0),
         is_added,
         local_process,
         coordinator,

@@ -83,6 +83,7 @@ impl EnvironmentJob {
 
         if let Some(lack) = returning.lack.take()
             && self.env.spares.unwrap_or(0) == 0
+            && self.env.restarts == 0
             && let Some(told) = lack.told_by(returning.process)
         {
             warn_user(&told);
