@@ -462,9 +462,13 @@ impl<'a> TrainingPlan<'a> {
                 .filter(|_| p.epoch() > 1)
                 .map(|folder| self.checkpoints(folder));
             let option = if own.is_some() { "--save" } else { "--load" };
+            let given = own.as_ref().or(load.as_ref());
             step = trainer
-                .resume(p, commits, own.as_ref().or(load.as_ref()))
-                .map_err(|error| of_option(option, error))?;
+                .resume(p, commits, given)
+                .map_err(|error| match given {
+                    Some(_) => of_option(option, error),
+                    None => error,
+                })?;
         }
 
         if let Some(load) = load.as_ref().filter(|_| step == 0) {
