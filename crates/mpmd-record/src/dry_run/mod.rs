@@ -296,8 +296,8 @@ impl DryRun {
         })
     }
 
-    /// Writes the dry run to a file. If this fails, a regular file is unchanged. Links are followed,
-    /// and pipes and devices are written in place.
+    /// Writes the dry run to a file. If this fails, a regular file is unchanged. Links are
+    /// followed, and pipes and devices are written in place.
     ///
     /// # Errors
     ///
