@@ -461,10 +461,6 @@ fn mistakes_are_named_by_their_options() {
             &["--width 128 does not divide by --heads 5"],
         ),
         (
-            format!("{SMALL} --elastic --memory 1KiB {text}"),
-            &["--memory: a process needs"],
-        ),
-        (
             format!("{SMALL} --elastic --memory 1KiB --processes 4 {text}")
                 .replace("--processes 1 ", ""),
             &["--memory: a process needs"],

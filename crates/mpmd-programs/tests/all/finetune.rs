@@ -772,53 +772,6 @@ fn ctrl_c_saves_and_says_what_is_true() {
 }
 
 #[test]
-fn training_that_keeps_nothing_warns_first() {
-    let said = |args: &[&str]| {
-        let mut job = Alone::start(&[&["--steps", "1"], args].concat());
-        let mut said = String::new();
-        let mut errors = job.0.stderr.take().unwrap();
-        errors.read_to_string(&mut said).unwrap();
-        assert_eq!(job.wait().code(), Some(0), "{said}");
-        said
-    };
-    let warning = "warning: the trained model is not kept: give --save";
-    let kept_nothing = said(&[]);
-    assert!(
-        kept_nothing.find(warning) < kept_nothing.find("step 1/1")
-            && kept_nothing.contains(warning),
-        "{kept_nothing}"
-    );
-    let folder = tempfile::tempdir().unwrap();
-    let to = folder.path().to_str().unwrap();
-    assert!(!said(&["--checkpoints", to]).contains(warning));
-}
-
-#[test]
-fn too_short_text_is_named_by_its_option_and_time() {
-    let folder = tempfile::tempdir().unwrap();
-    let empty = folder.path().join("empty.txt");
-    fs::write(&empty, "").unwrap();
-    let (model, text, empty) = (path("plain"), text(), empty.to_str().unwrap().to_owned());
-    let text = text.to_str().unwrap();
-    for (args, option) in [
-        (&[empty.as_str()][..], "TEXT"),
-        (&["--evaluate", &empty], "--evaluate"),
-        (&[text, "--held-out", &empty], "--held-out"),
-    ] {
-        let mut command = bare(FINETUNE);
-        command.arg("--model").arg(&model).args(args);
-        let output = command.args(["--time", "8"]).output().unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{said}");
-        let named = format!("{option} {empty}: ");
-        assert!(
-            said.contains(&named) && said.contains("--time 8") && !said.contains("training text"),
-            "{said}"
-        );
-    }
-}
-
-#[test]
 fn request_that_comes_twice_to_all_processes_saves() {
     let folder = tempfile::tempdir().unwrap();
     let to = folder.path().join("saved");
