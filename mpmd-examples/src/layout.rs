@@ -47,10 +47,24 @@ impl Layouts {
         let all = std::iter::once(self.first.clone()).chain(recut);
         let all = all.map(|schedule| (self.most_blocks(&schedule, processes), schedule));
         let (blocks, best) = all.min_by_key(|(blocks, _)| *blocks).ok_or("no schedule")?;
+        self.check(blocks).map(|()| best)
+    }
 
+    /// Checks that `processes` processes have the memory for the schedule with which the training
+    /// starts.
+    ///
+    /// # Errors
+    ///
+    /// The reason, if a process needs more than `memory`.
+    pub fn check_first(&self, processes: usize) -> Result<(), String> {
+        self.check(self.most_blocks(&self.first, processes))
+    }
+
+    /// Returns an error if a process with the work `blocks` needs more than `memory`.
+    fn check(&self, blocks: usize) -> Result<(), String> {
         let needs = self.bytes * blocks as u64 / (self.layers * self.devices) as u64;
         match self.memory.filter(|memory| needs > *memory) {
-            None => Ok(best),
+            None => Ok(()),
             Some(memory) => Err(format!(
                 "a process needs {} for its parameters, gradients and the optimiser's state, and \
                  has {}",

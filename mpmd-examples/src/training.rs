@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context as _;
+use mpmd::job::open_output;
 use mpmd::pipeline::{Builtin, Schedule, ScheduleText};
 use mpmd::train::data::TextBytes;
 use mpmd::train::{RunOutcome, StepReport, Trainer};
@@ -105,12 +106,13 @@ impl LossFile {
     /// Creates the file of losses, with the old file's lines of steps up to `done`. Returns the
     /// file and the losses in these lines.
     ///
-    /// The new file replaces the old one by a rename. A process that was stopped and wakes up later
-    /// writes to the old file, which has no name any more.
+    /// The new file replaces a regular one by a rename. A process that was stopped and wakes up
+    /// later writes to the old file, which has no name any more.
     fn create(path: &Path, done: u64) -> anyhow::Result<(Self, BTreeMap<u64, f64>)> {
         let cannot = || format!("cannot write {}", path.display());
         let mut losses = BTreeMap::new();
-        if done > 0 && path.exists() {
+        // A pipe or a device keeps nothing, and reading it could block.
+        if done > 0 && path.is_file() {
             // A process that was killed may have left a part of a line.
             let text = std::fs::read_to_string(path).with_context(cannot)?;
             let whole = text
@@ -122,18 +124,20 @@ impl LossFile {
                 .collect();
         }
 
-        let new = path.with_extension(format!("new-{}", std::process::id()));
-        let file = File::create(&new).with_context(cannot)?;
-        let mut this = Self {
-            file,
+        let mut lines = losses.iter().map(|(step, loss)| Self::line(*step, *loss));
+        let file = open_output(path, |file| {
+            lines.try_for_each(|line| file.write_all(line.as_bytes()))
+        });
+        drop(lines);
+        let this = Self {
+            file: file.with_context(cannot)?,
             path: path.to_owned(),
         };
-
-        losses
-            .iter()
-            .try_for_each(|(step, loss)| this.write(*step, *loss))?;
-        std::fs::rename(&new, path).with_context(cannot)?;
         Ok((this, losses))
+    }
+
+    fn line(step: u64, loss: f64) -> String {
+        format!("{step} {loss} {:016x}\n", loss.to_bits())
     }
 
     fn parse(line: &str) -> Option<(u64, f64)> {
@@ -144,8 +148,7 @@ impl LossFile {
     }
 
     fn write(&mut self, step: u64, loss: f64) -> anyhow::Result<()> {
-        let line = format!("{step} {loss} {:016x}\n", loss.to_bits());
-        let written = self.file.write_all(line.as_bytes());
+        let written = self.file.write_all(Self::line(step, loss).as_bytes());
         written.with_context(|| format!("cannot write {}", self.path.display()))
     }
 }
@@ -268,7 +271,6 @@ impl TrainingFigures {
             ..
         } = self;
 
-        wrong.map_or(Ok(()), Err)?;
         let last = losses.values().rev().take(20);
         let count = last.len();
         let training = (count > 0).then(|| last.sum::<f64>() / count as f64);
@@ -287,6 +289,6 @@ impl TrainingFigures {
 
         let rate = bytes / seconds;
         println!("{steps} steps in {seconds:.1} s: {rate:.0} tokens/s");
-        Ok(())
+        wrong.map_or(Ok(()), Err)
     }
 }

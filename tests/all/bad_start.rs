@@ -118,7 +118,31 @@ fn taken_port_is_named() {
         (variables::JOB_TOKEN, &token),
         (variables::PEER_TIMEOUT, "2"),
     ];
-    refused(&vars, &["cannot listen at", &address]);
+    refused(
+        &vars,
+        &["cannot listen at", &address, variables::COORDINATOR],
+    );
+}
+
+#[test]
+fn host_without_an_address_is_named_with_its_variable() {
+    // Too long for a name, so no resolver is asked.
+    let address = format!("{}:29500", "x".repeat(64));
+    let token = Token::random().expect("random numbers").to_hex();
+    for (rank, warning) in [
+        ("0", "MPMD_COORDINATOR: the host of xx"),
+        ("1", "MPMD_COORDINATOR"),
+    ] {
+        let vars = [
+            (variables::RANK, rank),
+            (variables::WORLD_SIZE, "2"),
+            (variables::COORDINATOR, &address),
+            (variables::JOB_TOKEN, &token),
+            (variables::PEER_TIMEOUT, "1"),
+        ];
+        let reason = "(the address is that of MPMD_COORDINATOR)";
+        refused(&vars, &[warning, reason]);
+    }
 }
 
 #[test]

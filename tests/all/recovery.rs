@@ -181,13 +181,41 @@ pub(crate) fn kill_in_turn(launcher: &mut Watched, site: &Sandbox, program: &str
     launcher.wait_for_output("\n", until).unwrap();
     std::thread::sleep(Duration::from_millis(300));
     for kill in 0..kills {
-        let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
-        let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == program);
-        let pids: Vec<u32> = site.processes().into_iter().filter(is_one).collect();
-        let victim = pids[kill as usize % pids.len()];
-        let victim = Pid::from_raw(victim.cast_signed()).expect("no pid is 0");
-        kill_process(victim, Signal::KILL).unwrap();
+        kill_one(site, program, kill as usize);
         waits(launcher, &format!("epoch {} goes on after step ", kill + 2));
+    }
+}
+
+/// Kills one of the processes of a program: the one with this index, counted around.
+pub(crate) fn kill_one(site: &Sandbox, program: &str, index: usize) {
+    let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
+    let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == program);
+    let pids: Vec<u32> = site.processes().into_iter().filter(is_one).collect();
+    let victim = pids[index % pids.len()];
+    let victim = Pid::from_raw(victim.cast_signed()).expect("no pid is 0");
+    kill_process(victim, Signal::KILL).unwrap();
+}
+
+/// The launcher knows how many it may start, the processes know that the job needs all.
+#[test]
+fn loss_that_no_spare_replaces_is_said_at_once() {
+    for (options, replaced, expected) in [
+        (&["--restart", "1"][..], 1, "no spare is left for its place"),
+        (&[], 0, "the program does not go on with 2 of 3"),
+    ] {
+        let site = Sandbox::new().unwrap();
+        let options = [options, &["--peer-timeout", "3", "--grace", "20"]].concat();
+        let mut launcher = start(Carrier::TCP, &site, &options);
+        kill_in_turn(&mut launcher, &site, "recovering", replaced);
+        kill_one(&site, "recovering", 1);
+        let end = launcher.wait(Instant::now() + LONG).unwrap();
+        assert_ne!(end.code(), 0, "{end:?}");
+        assert_eq!(end.stderr.matches(expected).count(), 1, "{}", end.stderr);
+        assert!(
+            end.stderr.contains("--restart or --spares"),
+            "{}",
+            end.stderr
+        );
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier, package_program, rng_of_this_run};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::recovery::kill_in_turn;
+use crate::recovery::{kill_in_turn, kill_one};
 
 over_each_carrier! {
     losses_are_bit_identical_at_any_schedule_and_carrier
@@ -346,6 +346,41 @@ fn signal_while_training_saves_and_skips_what_follows() {
 }
 
 #[test]
+fn second_request_ends_at_once_and_each_has_one_line() {
+    let folder = folder();
+    let args = ["--steps", "1000000", "--microbatches", "64", "--time", "64"];
+    let mut command = folder.command(package_program("mpmd-examples", "train_gpt"));
+    // One step takes longer than the request's two seconds.
+    command.args(["--width", "256", "--layers", "16", "--processes", "1"]);
+    command.args(args).args(["--batch", "64", "text"]);
+    let mut process = folder.start(command, "train_gpt").unwrap();
+    let deadline = Instant::now() + LONG;
+    let wait_for = |process: &mut Watched, said: &str| {
+        while !process.report().contains(said) {
+            assert!(
+                Instant::now() < deadline && !process.has_ended(),
+                "{said}\n{}",
+                process.report()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    wait_for(&mut process, "CPUs compute");
+    process.signal(Signal::INT).unwrap();
+    let first = "Ctrl-C: ends after this step; once more ends at once";
+    wait_for(&mut process, first);
+    // Signals within two seconds of the first are the same request.
+    let again = Instant::now() + Duration::from_millis(2100);
+    std::thread::sleep(again.saturating_duration_since(Instant::now()));
+    process.signal(Signal::INT).unwrap();
+    let end = process.wait(deadline).unwrap();
+    assert_eq!(end.code(), 130, "{}", end.stderr);
+    let count = |said: &str| end.stderr.matches(said).count();
+    assert_eq!(count(first), 1, "{}", end.stderr);
+    assert_eq!(count("Ctrl-C once more: ends at once"), 1, "{}", end.stderr);
+}
+
+#[test]
 fn failed_save_after_a_signal_fails_the_job() {
     let folder = folder();
     let mut process = start_without_end(&folder, true, &["--steps", "1000000", "--save", "saved"]);
@@ -425,6 +460,37 @@ fn elastic_training_has_the_same_losses_when_processes_are_killed() {
     assert_eq!(end.code(), 0, "{end:?}");
     let found = std::fs::read_to_string(folder.path().join("losses of survivors")).unwrap();
     assert_eq!(found.lines().collect::<Vec<_>>(), expected, "{end:?}");
+}
+
+/// Kills one process of a job that cannot go on without it, and returns the end of the job.
+#[test]
+fn job_that_lacks_memory_for_a_loss_says_so_before_it_ends() {
+    let folder = folder();
+    let mut command = folder.command(package_program("mpmd-cli", "mpmd"));
+    command.args(["run", "-n", "2", "--grace", "6", "--"]);
+    command.arg(package_program("mpmd-examples", "train_gpt"));
+    command
+        .args(SIZES)
+        .args(["--steps", "1000000", "--stages", "2"]);
+    // Enough for half of the blocks, not for all.
+    command.args(["--elastic", "--memory", "250KiB", "text"]);
+    Carrier::TCP.set(&mut command);
+    let mut launcher = folder.start(command, "elastic").unwrap();
+    let until = Instant::now() + LONG;
+    while !launcher.report().contains("step 1/1000000") {
+        let report = launcher.report();
+        assert!(Instant::now() < until && !launcher.has_ended(), "{report}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    kill_one(&folder, "train_gpt", 1);
+    let end = launcher.wait(until).unwrap();
+    assert_ne!(end.code(), 0, "{end:?}");
+    for said in [
+        "is lost, and the program does not go on with 1 of 2: a process needs",
+        "with --restart or --spares",
+    ] {
+        assert!(end.stderr.contains(said), "{}", end.stderr);
+    }
 }
 
 /// Waits until the job has so many processes, in an epoch after `epoch`, and sets `epoch` to that.

@@ -1,6 +1,6 @@
 //! Numbers of processes and devices, the one module through which the framework blocks, byte counts
-//! as text, deadlines, the environment variables, widths of vectors, and the meaning of a repeated
-//! signal.
+//! as text, deadlines, the environment variables, widths of vectors, files that a user names, and
+//! the meaning of a repeated signal.
 //!
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 
@@ -9,6 +9,7 @@
 pub mod block;
 mod bytes;
 pub mod deadline;
+mod output_file;
 mod seconds;
 mod stop;
 pub mod variables;
@@ -17,6 +18,7 @@ mod vector_width;
 use std::fmt;
 
 pub use bytes::{ByteCountError, bytes_text, parse_bytes};
+pub use output_file::open_output;
 pub use seconds::seconds_text;
 use serde::{Deserialize, Serialize};
 pub use stop::{StopRequest, StopRequests};

@@ -7,6 +7,8 @@ pub const WORLD_SIZE: &str = "MPMD_WORLD_SIZE";
 /// Number of spare processes beyond those of the job. A spare waits for the place of a lost
 /// process.
 pub const SPARES: &str = "MPMD_SPARES";
+/// Number of processes that the launcher may start in all for the places of lost ones.
+pub const RESTARTS: &str = "MPMD_RESTARTS";
 /// `1` in a process that was added to a running job. Its number is beyond all others, and it may
 /// make the job larger than at its start.
 pub const ADDED: &str = "MPMD_ADDED";

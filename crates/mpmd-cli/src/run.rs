@@ -183,7 +183,11 @@ impl Exec {
 pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
     let mut missing = (
         NO_SUCH_PROGRAM,
-        format!("there is no program {}", program.display()),
+        format!(
+            "there is no program {}{}",
+            program.display(),
+            beside(program)
+        ),
     );
     let path = std::env::var_os("PATH").unwrap_or_default();
     let places: Vec<PathBuf> = match program.as_bytes().contains(&b'/') {
@@ -210,6 +214,17 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
         }
     }
     Err(missing)
+}
+
+/// Returns the part of a message that names the program beside `mpmd` itself: one that is built or
+/// installed with it may be in no folder of `PATH`. Empty if there is none.
+fn beside(program: &OsStr) -> String {
+    let here = std::env::current_exe().unwrap_or_default();
+    let path = here.with_file_name(program);
+    match !program.as_bytes().contains(&b'/') && path.is_file() {
+        true => format!(" in PATH, and there is {}: give that path", path.display()),
+        false => String::new(),
+    }
 }
 
 /// Checks a list of device kinds for [`variables::DEVICE`]. Returns the list without surrounding

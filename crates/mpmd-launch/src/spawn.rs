@@ -213,6 +213,7 @@ impl Launch {
             .envs(self.settings())
             .env(variables::RANK, process.to_string())
             .env(variables::WORLD_SIZE, self.processes.to_string())
+            .env(variables::RESTARTS, self.restarts.to_string())
             .env(variables::LOCAL_RANK, process.to_string())
             .env(
                 variables::SPARES,

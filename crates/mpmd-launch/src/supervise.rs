@@ -577,7 +577,9 @@ where
                 let pid = pid.as_raw_nonzero();
                 say(format!("lost the process with pid {pid}: {how}"));
                 self.lost = Some(how);
-                self.replace(number, &job);
+                if !self.replace(number, &job) && self.has_no_spare(&job) {
+                    say("no spare is left for its place: give more with --restart or --spares");
+                }
                 self.tell_if_processes_may_start();
                 self.server.place_is_free(place, how.to_string());
                 return;
@@ -598,11 +600,19 @@ where
         self.begin_grace();
     }
 
+    /// True if no process that this launcher has started can take a free place, and the job needs
+    /// all of its places.
+    fn has_no_spare(&self, job: &JobStanding) -> bool {
+        let mut alive = self.job.running.iter().filter(|one| one.how.is_none());
+        let all_have_places = alive.all(|one| job.place(one.number).is_some());
+        all_have_places && !job.is_over && !self.server.may_shrink()
+    }
+
     /// Replaces the lost process `number` by a new one, if one may still be started and the job
-    /// goes on.
-    fn replace(&mut self, number: usize, job: &JobStanding) {
+    /// goes on. Returns true if it has started one.
+    fn replace(&mut self, number: usize, job: &JobStanding) -> bool {
         if job.is_over || !self.replacing.take_one() {
-            return;
+            return false;
         }
         // If it has never joined, others wait for this very number.
         let is_new = self.server.is_complete() || job.is_known(number);
@@ -612,6 +622,7 @@ where
             number
         };
         self.start_one(number);
+        true
     }
 
     fn start_one(&mut self, number: usize) {

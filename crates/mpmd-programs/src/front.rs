@@ -1,5 +1,6 @@
 //! The arguments of a server's front.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -136,6 +137,12 @@ pub(crate) fn named(error: FrontError) -> anyhow::Error {
         FrontError::Descriptors { .. } => {
             anyhow!("{}", as_option("max_connections", &error.to_string()))
         }
+        FrontError::Listen { address, why } if why.kind() == ErrorKind::AddrNotAvailable => {
+            anyhow!(
+                "--host {}: this host has no such address: {why}",
+                address.ip()
+            )
+        }
         FrontError::Listen { .. } => {
             anyhow!("{error}; give another --port, or --port 0 for any")
         }
@@ -156,6 +163,22 @@ mod tests {
     use mpmd_serve::KeyFile;
 
     use super::*;
+
+    #[test]
+    fn host_or_port_is_named_by_the_error_of_listening() {
+        let said = |why: ErrorKind| {
+            let (address, why) = ("192.0.2.1:8000".parse().unwrap(), why.into());
+            named(FrontError::Listen { address, why }).to_string()
+        };
+        let host = said(ErrorKind::AddrNotAvailable);
+        assert!(
+            host.starts_with("--host 192.0.2.1: this host has no such address"),
+            "{host}"
+        );
+        assert!(!host.contains("--port"), "{host}");
+        assert!(said(ErrorKind::AddrInUse).contains("give another --port"));
+        assert!(said(ErrorKind::PermissionDenied).contains("give another --port"));
+    }
 
     #[test]
     fn option_is_named_and_paths_stay() {

@@ -76,6 +76,15 @@ impl InputFiles {
         &self.paths
     }
 
+    /// Returns the option and the paths of the files, for messages.
+    pub(crate) fn named(&self) -> String {
+        let mut named = self.option.to_owned();
+        for path in &self.paths {
+            named += &format!(" {}", path.display());
+        }
+        named
+    }
+
     /// Returns the hash of the files as a fact for comparison. The fact has no value if this
     /// process cannot read the files. `None` if there are no files.
     pub(crate) fn fact(&self) -> Option<Fact> {
@@ -105,18 +114,10 @@ impl InputFiles {
         };
         match hash_files(&self.paths)? {
             found if found == *known => Ok(()),
-            _ => {
-                let paths: Vec<String> = self
-                    .paths
-                    .iter()
-                    .map(|path| path.display().to_string())
-                    .collect();
-                let option = self.option;
-                let paths = paths.join(" ");
-                Err(Error::Environment(format!(
-                    "{option} {paths}: the file {CHANGED}"
-                )))
-            }
+            _ => Err(Error::Environment(format!(
+                "{}: the file {CHANGED}",
+                self.named()
+            ))),
         }
     }
 }

@@ -14,6 +14,9 @@ use mpmd_handshake::{Handshake, Refusal};
 const TRIES: usize = 3;
 const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 
+/// The error of a host name that the resolver knows without an address.
+const NO_ADDRESS: &str = "the name has no address";
+
 /// Time limit for finding out if a process listens at an address.
 const PROBE_WITHIN: Duration = Duration::from_secs(1);
 
@@ -72,7 +75,7 @@ fn reach(
 
 /// Tries to connect to each address of the server once. Fails with the error of the last attempt.
 fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
-    let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
+    let mut last = std::io::Error::new(ErrorKind::NotFound, NO_ADDRESS);
     for address in addresses(server)? {
         let left = until.saturating_duration_since(Instant::now());
         let wait = left.clamp(Duration::from_millis(10), Duration::from_secs(5));
@@ -165,6 +168,18 @@ fn addresses(server: &str) -> std::io::Result<Vec<SocketAddr>> {
     Ok(in_order(
         found.unwrap_or_default().into_iter().chain([here]),
     ))
+}
+
+/// Checks that the host of an address `host:port` has an address at present.
+///
+/// # Errors
+///
+/// The error of the system's resolver, or that the address is not `host:port`.
+pub fn check_resolves(address: &str) -> std::io::Result<()> {
+    match addresses(address)?.is_empty() {
+        true => Err(std::io::Error::new(ErrorKind::NotFound, NO_ADDRESS)),
+        false => Ok(()),
+    }
 }
 
 fn in_order(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {

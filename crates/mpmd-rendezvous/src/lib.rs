@@ -58,7 +58,7 @@ use mpmd_proto::wire::ProcessId;
 pub use client::Rendezvous;
 pub use clock_offset::ClockOffset;
 pub use config::{Identity, JoinConfig};
-pub use connect::split_address;
+pub use connect::{check_resolves, split_address};
 pub use contact::ServiceParting;
 pub use error::RendezvousError;
 pub use facts::{Difference, Fact};

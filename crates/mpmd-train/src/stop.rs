@@ -1,12 +1,13 @@
 //! Ends a training on Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 after its current step.
 
+use std::io::{Write as _, stderr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use mpmd_base::{StopRequest, StopRequests};
 pub use mpmd_core::launch::stop_name;
-use mpmd_core::launch::stop_signals;
+use mpmd_core::launch::{JobEnv, stop_signals};
 use mpmd_core::{ProcessId, Program, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::register_usize;
@@ -99,13 +100,31 @@ pub fn leave_signals_to_process_0() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Waits for Ctrl-C and SIGTERM. Ends the process at once on the second request to stop.
+/// Waits for Ctrl-C and SIGTERM. Ends the process at once on the second request to stop. Process 0
+/// of the job says so at each request.
 fn end_on_second_request(mut signals: Signals) {
     let mut requests = StopRequests::default();
     for signal in signals.forever() {
-        if requests.take(Instant::now()) == StopRequest::Again {
-            signal_hook::low_level::exit(i32::from(exit_code(signal)));
+        let name = stop_name(signal);
+        match requests.take(Instant::now()) {
+            StopRequest::Same => {}
+            StopRequest::First => tell(&format!(
+                "{name}: ends after this step; once more ends at once"
+            )),
+            StopRequest::Again => {
+                tell(&format!("{name} once more: ends at once"));
+                signal_hook::low_level::exit(i32::from(exit_code(signal)));
+            }
         }
+    }
+}
+
+/// Prints a line to standard error, if this process was started as process 0 of its job.
+fn tell(line: &str) {
+    let job = JobEnv::from_env().ok().flatten();
+    if job.is_none_or(|job| job.process == ProcessId(0)) {
+        // Unlike `eprintln!`, does not panic if standard error is closed.
+        let _ = stderr().write_all(format!("{line}\n").as_bytes());
     }
 }
 

@@ -187,6 +187,14 @@ fn main() -> anyhow::Result<ExitCode> {
         [] => TextBytes::of_this_repository(),
         paths => TextBytes::of(paths),
     }?;
+    let needed = args.sizes.time + 1;
+    anyhow::ensure!(
+        text.bytes().len() >= needed,
+        "{}: the text has {} bytes, and a window of --time {} and one more are needed",
+        names_of(&args.paths),
+        text.bytes().len(),
+        args.sizes.time
+    );
     let fact = Fact::new("the text", format!("hash {:016x}", text.fingerprint()));
     let job = args.job.clone().input(move || vec![fact.clone()]);
     // Process 0 alone writes them.
@@ -200,7 +208,11 @@ fn main() -> anyhow::Result<ExitCode> {
     let devices = plan.schedule.ranks() * each;
     let program = |p: &mut Program, commits: Option<&Commits>| {
         let schedule = match p.epoch() {
-            1 => plan.schedule.clone(),
+            1 => {
+                let fits = plan.layouts()?.check_first(p.processes());
+                fits.map_err(|why| anyhow::anyhow!("--memory: {why}"))?;
+                plan.schedule.clone()
+            }
             _ => plan
                 .layouts()?
                 .of(p.processes())
@@ -241,6 +253,26 @@ fn main() -> anyhow::Result<ExitCode> {
 
     let ended = stopped.get().filter(|_| code == ExitCode::SUCCESS);
     Ok(ended.map_or(code, |code| ExitCode::from(*code)))
+}
+
+/// Names the option whose folder an error is about. Other errors stay as they are.
+fn of_option(option: &str, error: Error) -> Error {
+    match error {
+        Error::Environment(why) => Error::Environment(format!("{option}: {why}")),
+        other => other,
+    }
+}
+
+/// Returns the names of the files and folders of the text.
+fn names_of(paths: &[PathBuf]) -> String {
+    let names: Vec<String> = paths
+        .iter()
+        .map(|path| path.display().to_string())
+        .collect();
+    match names.is_empty() {
+        true => "this repository".to_owned(),
+        false => names.join(" "),
+    }
 }
 
 /// Trains, saves, evaluates and samples. In a job that recovers, continues from `commits`. Returns
@@ -331,14 +363,14 @@ impl<'a> TrainingPlan<'a> {
             tensor_parallel,
             ..
         } = args;
-        for (what, size, parts) in [
-            ("columns", width, heads),
-            ("heads", heads, tensor_parallel),
-            ("sequences of a microbatch", batch, fsdp),
+        for (whole, size, divisor, parts) in [
+            ("--width", width, "--heads", heads),
+            ("--heads", heads, "--tensor-parallel", tensor_parallel),
+            ("--batch", batch, "--fsdp", fsdp),
         ] {
             anyhow::ensure!(
                 size.is_multiple_of(*parts),
-                "{size} {what} do not divide by {parts}"
+                "{whole} {size} does not divide by {divisor} {parts}"
             );
         }
 
@@ -429,15 +461,25 @@ impl<'a> TrainingPlan<'a> {
                 .as_ref()
                 .filter(|_| p.epoch() > 1)
                 .map(|folder| self.checkpoints(folder));
-            step = trainer.resume(p, commits, own.as_ref().or(load.as_ref()))?;
+            let option = if own.is_some() { "--save" } else { "--load" };
+            let given = own.as_ref().or(load.as_ref());
+            step = trainer
+                .resume(p, commits, given)
+                .map_err(|error| match given {
+                    Some(_) => of_option(option, error),
+                    None => error,
+                })?;
         }
 
         if let Some(load) = load.as_ref().filter(|_| step == 0) {
-            step = trainer.restore(p, load)?.unwrap_or(0);
+            let restored = trainer.restore(p, load);
+            step = restored
+                .map_err(|error| of_option("--load", error))?
+                .unwrap_or(0);
         }
         // A dry run reads no file.
         if let Some(folder) = args.load.as_ref().filter(|_| step == 0 && !p.is_dry_run()) {
-            anyhow::bail!("{}: it has no checkpoint", folder.display());
+            anyhow::bail!("--load {}: it has no checkpoint", folder.display());
         }
         Ok(())
     }

@@ -395,3 +395,82 @@ fn stages_that_do_not_divide_are_refused_once() {
     let message = "schedule interleaved has 2 stages on each rank: give a multiple of 2, not 5";
     assert_eq!((code, count(&err, message)), (Some(1), 1), "{err}");
 }
+
+/// Writes a small text to a folder and returns its path.
+fn small_text(folder: &std::path::Path) -> String {
+    let text = folder.join("text").display().to_string();
+    let line = |i: usize| format!("line {i} says {}\n", i * i % 97);
+    fs::write(&text, (0..2000).map(line).collect::<String>()).unwrap();
+    text
+}
+
+/// The arguments of a small model, without a text.
+const SMALL: &str = "--layers 4 --width 8 --heads 2 --time 16 --sample 0 --processes 1 --steps 2";
+
+#[test]
+fn losses_go_through_links_and_a_full_disk_keeps_the_table() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = small_text(folder.path());
+    let at = |name: &str| folder.path().join(name);
+    let train = |to: &std::path::Path| {
+        let args = format!("{SMALL} --losses-out {} {text}", to.display());
+        run(TRAIN_GPT, &args)
+    };
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, at(name)).unwrap();
+    link("losses", "link");
+    link("/dev/null", "null");
+    link("/dev/full", "full");
+
+    for name in ["link", "null"] {
+        let Run { code, err, .. } = train(&at(name));
+        assert_eq!(code, Some(0), "{name}: {err}");
+        assert!(at(name).is_symlink(), "{name} is replaced");
+    }
+    let losses = fs::read_to_string(at("losses")).unwrap();
+    assert_eq!(losses.lines().count(), 2, "{losses}");
+
+    let Run { code, out, err } = train(&at("full"));
+    assert_eq!(code, Some(1), "{err}");
+    assert_eq!(count(&out, "held-out loss"), 1, "{out}");
+    assert_eq!(count(&err, "No space left on device"), 1, "{err}");
+
+    let Run { code, out, err } = train(&at("none/losses"));
+    assert_eq!((code, count(&out, "held-out loss")), (Some(1), 0), "{err}");
+    assert_eq!(count(&err, "cannot write"), 1, "{err}");
+}
+
+#[test]
+fn mistakes_are_named_by_their_options() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = small_text(folder.path());
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (empty, saved) = (at("empty"), at("saved"));
+    fs::write(&empty, "").unwrap();
+    let Run { code, err, .. } = run(TRAIN_GPT, &format!("{SMALL} --save {saved} {text}"));
+    assert_eq!(code, Some(0), "{err}");
+
+    let wider = SMALL.replace("--width 8", "--width 16");
+    for (args, expected) in [
+        (
+            format!("{wider} --load {saved} {text}"),
+            &["--load", "the checkpoint is of another model"][..],
+        ),
+        (format!("{SMALL} {empty}"), &[&empty, "--time 16"]),
+        (
+            format!("--heads 5 {text}"),
+            &["--width 128 does not divide by --heads 5"],
+        ),
+        (
+            format!("{SMALL} --elastic --memory 1KiB --processes 4 {text}")
+                .replace("--processes 1 ", ""),
+            &["--memory: a process needs"],
+        ),
+    ] {
+        let Run { code, err, .. } = run(TRAIN_GPT, &args);
+        assert_eq!(code, Some(1), "{args}: {err}");
+        for expected in expected {
+            assert_eq!(count(&err, expected), 1, "{args}: {err}");
+        }
+        assert_eq!(count(&err, "step 1/"), 0, "{args}: {err}");
+    }
+}

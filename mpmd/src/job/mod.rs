@@ -45,7 +45,7 @@ use mpmd_launch::{end_with_stdout, process_counts};
 use signal_hook::consts::SIGXFSZ;
 
 pub use inputs::{ComparedOptions, JobInputs};
-pub use mpmd_base::{bytes_text, parse_bytes};
+pub use mpmd_base::{bytes_text, open_output, parse_bytes};
 pub use mpmd_launch::printable;
 pub use numbers::{NumberError, at_least, not_negative, positive};
 

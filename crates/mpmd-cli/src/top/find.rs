@@ -79,7 +79,10 @@ fn job_of(pid: u32) -> Result<(String, FoundJob)> {
     // A launcher is of no job, and its processes descend from it.
     let started = jobs(descendants(pid), None);
     if started.is_empty() {
-        bail!("process {pid} belongs to no job: a job has a launcher, such as mpmd run");
+        bail!(
+            "process {pid} belongs to no job that can be looked at: a job of one process has \
+             nothing to show, and one of several has a launcher, such as mpmd run"
+        );
     }
     only(started)
 }

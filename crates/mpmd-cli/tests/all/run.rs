@@ -373,6 +373,18 @@ fn process_of_a_dead_launcher_does_not_start() {
 }
 
 #[test]
+fn missing_program_is_named_if_it_is_beside_mpmd() {
+    let mpmd = env!("CARGO_BIN_EXE_mpmd");
+    let mut command = Command::new(mpmd);
+    command.env("PATH", "/no/such/folder");
+    let output = command.args(["run", "-n", "2", "mpmd"]).output().unwrap();
+    let expected =
+        format!("mpmd: there is no program mpmd in PATH, and there is {mpmd}: give that path\n");
+    assert_eq!(text(&output.stderr), expected);
+    assert_eq!(output.status.code(), Some(127));
+}
+
+#[test]
 fn a_program_that_cannot_start_is_named_once() {
     let folder = tempfile::tempdir().unwrap();
     let broken = folder.path().join("broken");

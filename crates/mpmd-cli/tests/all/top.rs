@@ -400,7 +400,11 @@ fn wrong_jobs_and_tokens_are_refused() {
     );
     refused(&["127.0.0.1:7"], Some("abc"), "in MPMD_JOB_TOKEN");
     let mut other = Command::new("sleep").arg("60").spawn().unwrap();
-    refused(&[&other.id().to_string()], None, "belongs to no job");
+    refused(
+        &[&other.id().to_string()],
+        None,
+        "a job of one process has nothing to show",
+    );
     other.kill().unwrap();
     other.wait().unwrap();
     refused(

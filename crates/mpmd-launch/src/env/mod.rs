@@ -57,6 +57,8 @@ pub struct JobEnv {
     /// Number of spares, or `None` if the launcher does not give it. Spares are processes with
     /// numbers from `processes` on, each of which waits to replace a lost process.
     pub spares: Option<usize>,
+    /// Number of processes that the launcher may start in all for the places of lost ones.
+    pub restarts: usize,
     /// True if this process was added to a running job.
     pub is_added: bool,
     /// The number of this process among the processes of its host, from 0. `None` if the launcher
@@ -64,6 +66,9 @@ pub struct JobEnv {
     pub local_process: Option<usize>,
     /// The address of the rendezvous service, in the form `host:port`.
     pub coordinator: String,
+    /// The variable that gives `coordinator`, or the launcher from whose variables it follows, for
+    /// messages.
+    pub coordinator_source: String,
     /// True if the launcher runs the rendezvous service; otherwise process 0 must run it.
     pub hosted: bool,
     /// The job's secret: `MPMD_JOB_TOKEN`, or a token derived from the secret in
@@ -448,9 +453,9 @@ fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, Launch
         });
     }
 
-    let coordinator = match (vars.get(ours::COORDINATOR), coordinator) {
-        (Some(given), _) => given,
-        (None, DefaultCoordinator::At(address)) => address,
+    let (coordinator, coordinator_source) = match (vars.get(ours::COORDINATOR), coordinator) {
+        (Some(given), _) => (given, ours::COORDINATOR.to_owned()),
+        (None, DefaultCoordinator::At(address)) => (address, format!("the variables of {source}")),
         (None, DefaultCoordinator::Needs(missing)) => {
             return Err(vars.half_set(source, &missing));
         }
@@ -479,9 +484,11 @@ fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, Launch
         process: ProcessId(process),
         processes,
         spares,
+        restarts: vars.number(ours::RESTARTS)?.unwrap_or(0),
         is_added,
         local_process,
         coordinator,
+        coordinator_source,
         hosted,
         token,
         token_is_guessable,

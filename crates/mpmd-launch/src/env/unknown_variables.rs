@@ -5,10 +5,11 @@ use std::fmt;
 use crate::{LaunchError, variables as ours};
 
 /// All `MPMD_` variables that programs, commands and tests read.
-const KNOWN: [&str; 35] = [
+const KNOWN: [&str; 36] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
+    ours::RESTARTS,
     ours::ADDED,
     ours::LOCAL_RANK,
     ours::COORDINATOR,

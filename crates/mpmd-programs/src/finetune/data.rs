@@ -160,6 +160,15 @@ pub(super) fn data(
     }
 }
 
+/// Returns the error that files have too few tokens, with their option and that of a window.
+fn too_short(files: &InputFiles, args: &TrainArgs, why: &mpmd::Error) -> mpmd::Error {
+    mpmd::Error::Environment(format!(
+        "{}: {why}: give a longer text, or less than --time {}",
+        files.named(),
+        args.time
+    ))
+}
+
 /// Returns the texts, or the tokens of `--data`, as windows.
 fn windows(
     p: &mut Program,
@@ -172,13 +181,19 @@ fn windows(
         None => inputs.tokens(p, &args.paths, source, None)?,
         Some(file) => inputs.tokens(p, slice::from_ref(file), source, Some(raw))?,
     };
-    let windows = Windows::new(&tokens, args.time, args.rows)?;
+    let source_files = match &args.data {
+        None => &inputs.texts,
+        Some(_) => &inputs.data,
+    };
+    let windows = Windows::new(&tokens, args.time, args.rows);
+    let windows = windows.map_err(|why| too_short(source_files, args, &why))?;
     match &args.held_out {
         None => Ok(windows),
         Some(file) => {
             let raw = is_of_tokens(file).then_some(raw);
             let held_out = inputs.tokens(p, slice::from_ref(file), source, raw)?;
-            windows.evaluated_on(&held_out)
+            let windows = windows.evaluated_on(&held_out);
+            windows.map_err(|why| too_short(&inputs.held_out, args, &why))
         }
     }
 }
@@ -283,7 +298,9 @@ impl EvaluatedFile {
             let tokens = read_tokens(paths, source, raw)?;
             self.0.check().map(|()| tokens)
         })?;
-        let windows = Windows::new(&tokens, args.time, args.rows)?;
-        Ok(Box::new(windows.evaluated_on(&tokens)?))
+        let windows = Windows::new(&tokens, args.time, args.rows)
+            .and_then(|windows| windows.evaluated_on(&tokens));
+        let windows = windows.map_err(|why| too_short(&self.0, args, &why))?;
+        Ok(Box::new(windows))
     }
 }

@@ -145,6 +145,17 @@ impl TrainArgs {
         })
     }
 
+    /// True if the trained model outlives the training, or goes to servers during it.
+    fn keeps_model(&self) -> bool {
+        let folders = [
+            &self.save,
+            &self.save_adapter,
+            &self.save_best,
+            &self.checkpoints,
+        ];
+        folders.into_iter().any(Option::is_some) || self.publish.publish.is_some()
+    }
+
     /// True if the training data are examples, not texts or tokens.
     pub(super) fn is_of_examples(&self) -> bool {
         self.data.as_deref().is_some_and(is_of_examples)
@@ -397,6 +408,12 @@ impl Training<'_> {
         let mut trainer = trainer(p, &model, &meshes, schedule, &args.settings())?;
         if p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run() {
             say(&trainer.computed_by(p));
+            if !args.keeps_model() {
+                say(
+                    "warning: the trained model is not kept: give --save, --save-adapter, \
+                     --save-best or --checkpoints",
+                );
+            }
         }
 
         let resumed = match commits.map(|commits| trainer.resume(p, commits, None)) {
@@ -428,6 +445,10 @@ impl Training<'_> {
         let outcome = trainer.run(p, run, &*data)?;
         self.save(p, &trainer)?;
         if is_first {
+            for folder in [&args.save, &args.save_adapter].into_iter().flatten() {
+                let folder = folder.display();
+                say(&format!("saved after step {} to {folder}", outcome.steps));
+            }
             let best = trainer.best().filter(|_| args.evaluate_every.is_some());
             if let Some((kept, best)) = kept.zip(best) {
                 kept.report(best);

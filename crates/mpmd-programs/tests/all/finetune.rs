@@ -740,13 +740,23 @@ fn ctrl_c_saves_and_says_what_is_true() {
         if let Some(mut errors) = errors {
             let mut said = String::new();
             errors.read_to_string(&mut said).unwrap();
-            let last = said.lines().last().unwrap_or_default();
-            let step = last.strip_prefix("stopped by Ctrl-C after step ");
-            let step = step.and_then(|rest| rest.strip_suffix(end));
+            let lines: Vec<&str> = said.lines().collect();
             assert!(
-                step.is_some_and(|step| step.parse::<u64>().is_ok()),
-                "{option}: {said}"
+                lines.contains(&"Ctrl-C: ends after this step; once more ends at once"),
+                "{said}"
             );
+            let number = |line: &str, before: &str, after: &str| {
+                let number = line.strip_prefix(before)?.strip_suffix(after)?;
+                number.parse::<u64>().ok()
+            };
+            let before = "stopped by Ctrl-C after step ";
+            let step = lines.iter().find_map(|line| number(line, before, end));
+            assert!(step.is_some(), "{option}: {said}");
+            if option == "--save" {
+                let last = lines.last().unwrap_or(&"");
+                let saved = number(last, "saved after step ", &format!(" to {to}"));
+                assert_eq!(saved, step, "{said}");
+            }
         }
         assert_eq!(job.wait().code(), Some(130), "{option}");
         let saved = fs::read_dir(to)

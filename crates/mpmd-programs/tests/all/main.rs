@@ -15,3 +15,4 @@ mod hosts;
 mod model_names;
 mod new;
 mod serve;
+mod training_messages;

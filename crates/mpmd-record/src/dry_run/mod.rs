@@ -18,12 +18,14 @@ pub(crate) mod tests;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io::Write as _;
 use std::ops::Range;
 use std::path::Path;
 
 pub use descriptor::{OpDescriptor, OpKind, OpMessage, ResultShard, ShardMemory};
 pub use flow::{Computed, DryRunFlow, SentMessages};
 pub use memory::{DeviceMemoryUse, DryRunMemory, MemoryPeak};
+use mpmd_base::open_output;
 pub use parting::RunParting;
 use serde::{Deserialize, Serialize};
 
@@ -294,7 +296,8 @@ impl DryRun {
         })
     }
 
-    /// Writes the dry run to a file. If this fails, the file is unchanged.
+    /// Writes the dry run to a file. If this fails, a regular file is unchanged. Links are
+    /// followed, and pipes and devices are written in place.
     ///
     /// # Errors
     ///
@@ -306,15 +309,9 @@ impl DryRun {
         };
 
         let bytes = serde_json::to_vec(self).map_err(|error| wrong(error.into()))?;
-        let mut beside = path.as_os_str().to_owned();
-        beside.push(format!(".{}.part", std::process::id()));
-        let beside = Path::new(&beside);
-        std::fs::write(beside, bytes)
-            .and_then(|()| std::fs::rename(beside, path))
-            .map_err(|why| {
-                let _ = std::fs::remove_file(beside);
-                wrong(why)
-            })
+        open_output(path, |file| file.write_all(&bytes))
+            .map(drop)
+            .map_err(wrong)
     }
 
     fn from_json(bytes: &[u8]) -> Result<Self, DryRunFault> {

@@ -128,14 +128,23 @@ impl Checkpoint {
         }
 
         for (name, array) in &contents.arrays {
+            let other = |path: &Path, found: &str| {
+                let of = match name.starts_with("optimizer/") {
+                    true => "optimiser",
+                    false => "model",
+                };
+                let aval = array.aval();
+                let problem = format!(
+                    "the checkpoint is of another {of}: {name}: {aval} is expected, {found} found"
+                );
+                failed(path, &problem)
+            };
             let Some(saved) = self.arrays.get(name) else {
-                let problem = format!("{name}: {} is expected, no such array found", array.aval());
-                return Err(failed(&self.path, &problem));
+                return Err(other(&self.path, "no such array"));
             };
             let found = saved.file.aval(name)?;
             if found != *array.aval() {
-                let problem = format!("{name}: {} is expected, {found} found", array.aval());
-                return Err(failed(saved.file.path(), &problem));
+                return Err(other(saved.file.path(), &found.to_string()));
             }
         }
 

@@ -53,7 +53,7 @@ impl Windows {
         };
         if time == 0 || rows == 0 || blocks.sequences(time) == 0 {
             return Err(Error::Environment(format!(
-                "the training text has {} tokens: a window of {time} and one more are needed",
+                "the text has {} tokens: a window of {time} and one more are needed",
                 blocks.len
             )));
         }

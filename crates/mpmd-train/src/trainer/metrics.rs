@@ -4,12 +4,12 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
+use mpmd_base::open_output;
 use mpmd_core::{Error, Recovery, Result};
 use serde_json::json;
 
 use super::progress::say;
 use super::report::{EvaluationReport, StepReport};
-use crate::tensors::disk::beside;
 
 /// Largest length of a line that is read to recognise a file of metrics, in bytes.
 const LONGEST_LINE: u64 = 1 << 20;
@@ -62,14 +62,15 @@ impl MetricsFile {
     /// Opens the file in a later epoch of a job, which repeats steps from `step` on and evaluations
     /// from `evaluation` on. Keeps the complete lines before those, and the lines of recoveries.
     ///
-    /// Replaces the file by a new one. A stopped process that still has the old file open cannot
-    /// write to the new one.
+    /// Replaces a regular file by a new one. A stopped process that still has the old file open
+    /// cannot write to the new one.
     pub(super) fn resume(path: &Path, step: u64, evaluation: u64) -> Result<Self> {
         check_content(path)?;
         let refused = |error: &std::io::Error| unwritable(path, error);
-        let text = match std::fs::read_to_string(path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-            text => text.map_err(|error| refused(&error))?,
+        // A pipe or a device keeps nothing, and reading it could block.
+        let text = match path.is_file() {
+            true => std::fs::read_to_string(path).map_err(|error| refused(&error))?,
+            false => String::new(),
         };
         let is_kept = |line: &&str| {
             let line = line
@@ -90,12 +91,8 @@ impl MetricsFile {
         };
 
         let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
-        // An older process may be about to do the same.
-        let new = beside(path);
-        let mut file = File::create_new(&new).map_err(|error| refused(&error))?;
-        file.write_all(kept.as_bytes())
+        let file = open_output(path, |file| file.write_all(kept.as_bytes()))
             .map_err(|error| refused(&error))?;
-        std::fs::rename(&new, path).map_err(|error| refused(&error))?;
         Ok(Self::of(file, path, &kept))
     }
 

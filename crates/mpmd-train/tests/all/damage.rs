@@ -188,9 +188,11 @@ fn arrays_of_another_training_are_named() {
     let manifest = manifest.display();
     for result in results {
         let [other, more, step] = result.unwrap();
-        let expected = "layers.0: f32[8] is expected, no such array found";
+        let expected = "the checkpoint is of another model: layers.0: f32[8] is expected, no such \
+                        array found";
         assert_eq!(other, format!("{manifest}: {expected}"));
-        let expected = "optimizer/momentum/param: f32[256,4] is expected, no such array found";
+        let expected = "the checkpoint is of another optimiser: optimizer/momentum/param: \
+                        f32[256,4] is expected, no such array found";
         assert_eq!(more, format!("{manifest}: {expected}"));
         let expected = "there is no checkpoint of step 7, but of [1]";
         assert_eq!(step, format!("{}: {expected}", folder.path().display()));

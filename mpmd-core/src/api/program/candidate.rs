@@ -186,6 +186,7 @@ impl Candidate {
             succession: self.rendezvous.succession(),
             service_leaves: false,
             leaves,
+            lack: None,
             parting: self.rendezvous.parting(),
         };
         EpochStart::Lost {

@@ -11,7 +11,7 @@ use mpmd_device::cpu;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
 use mpmd_rendezvous::{
     Identity, JobMember, JoinConfig, Rendezvous, RendezvousError, RendezvousServer, ServerConfig,
-    ServiceSeeker, SizeRange, Token,
+    ServiceSeeker, SizeRange, Token, check_resolves,
 };
 use mpmd_transport::Transport;
 
@@ -81,6 +81,13 @@ impl EnvironmentJob {
             return self.join_as(None);
         };
 
+        if let Some(lack) = returning.lack.take()
+            && self.env.spares.unwrap_or(0) == 0
+            && self.env.restarts == 0
+            && let Some(told) = lack.told_by(returning.process)
+        {
+            warn_user(&told);
+        }
         self.env.process = returning.process;
         self.builder.epoch = returning.epoch + 1;
         self.seeker.hear(returning.succession.take());
@@ -261,14 +268,18 @@ fn join(
     };
     let (rendezvous, heir) = match seeker.filter(|_| !env.hosted) {
         Some(seeker) => {
-            let rendezvous = seeker.connect(&config, &mut server).map_err(wrong)?;
+            let rendezvous = seeker.connect(&config, &mut server);
+            let rendezvous = rendezvous.map_err(|error| wrong(named(error, env)))?;
             let at = rendezvous.local_address();
             (
                 rendezvous,
                 seeker.heir(at, &identity, server.as_ref()).map_err(wrong)?,
             )
         }
-        None => (Rendezvous::connect(config).map_err(wrong)?, None),
+        None => {
+            let rendezvous = Rendezvous::connect(config);
+            (rendezvous.map_err(|error| wrong(named(error, env)))?, None)
+        }
     };
 
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
@@ -444,7 +455,29 @@ fn host(env: &JobEnv, peer_timeout: Duration) -> Result<RendezvousServer> {
         token: env.token.clone(),
         peer_timeout,
     };
-    RendezvousServer::bind(env.listen_address()?, config).map_err(wrong)
+    // The name may come later: some systems name a process only once it runs.
+    if let Err(why) = check_resolves(&env.coordinator) {
+        let JobEnv {
+            coordinator,
+            coordinator_source,
+            ..
+        } = env;
+        warn_user(&format!(
+            "warning: {coordinator_source}: the host of {coordinator} has no address: {why}. \
+             Trying again for up to {peer_timeout:?}"
+        ));
+    }
+    let server = RendezvousServer::bind(env.listen_address()?, config);
+    server.map_err(|error| wrong(named(error, env)))
+}
+
+/// Adds to an error of the rendezvous address the variable that gives it.
+fn named(mut error: RendezvousError, env: &JobEnv) -> RendezvousError {
+    if let RendezvousError::Bind { why, .. } | RendezvousError::Unreachable { why, .. } = &mut error
+    {
+        *why += &format!(" (the address is that of {})", env.coordinator_source);
+    }
+    error
 }
 
 fn hostname() -> String {

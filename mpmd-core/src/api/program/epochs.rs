@@ -182,6 +182,7 @@ impl Program {
 
         let mut end = self.return_later(failure.unwrap_or_else(|| Arc::new(why)));
         if let EpochEnd::Lost { returning, .. } = &mut end {
+            returning.lack = None;
             returning.leaves = change.is_end_of(me);
             returning.service_leaves = host.is_some_and(|host| change.is_end_of(host));
         }
@@ -195,7 +196,9 @@ impl Program {
         let membership = self.membership.take().expect("only a member returns");
         match self.runtime.wait_for_kernels() {
             Ok(()) => {
-                let returning = membership.return_later(self.process(), self.epoch());
+                let lack = membership.lack_of(&failure);
+                let mut returning = membership.return_later(self.process(), self.epoch());
+                returning.lack = lack;
                 EpochEnd::Lost {
                     failure,
                     returning: Box::new(returning),

@@ -110,8 +110,38 @@ pub(crate) struct Returning {
     pub(super) service_leaves: bool,
     /// True if this process leaves the job as soon as the others no longer need its copies.
     pub(super) leaves: bool,
+    /// The loss because of which this process returns; `None` if the processes have agreed to
+    /// return, or the job goes on without the lost process.
+    pub(super) lack: Option<ProcessLack>,
     /// The way in which this process's connection to the rendezvous service ended.
     pub(super) parting: ServiceParting,
+}
+
+/// The lack of a process without which the job cannot go on.
+#[derive(Debug)]
+pub(super) struct ProcessLack {
+    process: ProcessId,
+    /// Number of processes that are left.
+    left: usize,
+    /// The reason why the program does not go on with them, if its layout function gives one.
+    why: Option<String>,
+}
+
+impl ProcessLack {
+    /// Formats the lack for the user, from process `me`. `None` on all processes but one.
+    pub(super) fn told_by(&self, me: ProcessId) -> Option<String> {
+        let Self { process, left, why } = self;
+        let first = u32::from(*process == ProcessId(0));
+        let why = why.as_ref().map_or(String::new(), |why| format!(": {why}"));
+        (me == ProcessId(first)).then(|| {
+            format!(
+                "process {process} is lost, and the program does not go on with {left} of {}{why}. \
+                 Without another process in that place the job ends (`mpmd run` starts one with \
+                 --restart or --spares)",
+                left + 1
+            )
+        })
+    }
 }
 
 impl Returning {
@@ -143,6 +173,19 @@ impl Membership {
         Some(format!(
             "the program does not go on with {size} processes{why}"
         ))
+    }
+
+    /// Returns the lack of the lost process of `failure`. `None` if the job can go on without it.
+    pub(super) fn lack_of(&self, failure: &Failure) -> Option<ProcessLack> {
+        let left = self.places.len().saturating_sub(1);
+        self.why_not(left)?;
+        let refused = u32::try_from(left).ok();
+        let why = refused.and_then(|left| self.refused_sizes.get(&left).cloned());
+        Some(ProcessLack {
+            process: failure.process,
+            left,
+            why,
+        })
     }
 
     /// Registers callbacks at the rendezvous. One tells the runtime that a process or the
@@ -296,6 +339,7 @@ impl Membership {
             succession,
             service_leaves: false,
             leaves: false,
+            lack: None,
             parting,
         }
     }
