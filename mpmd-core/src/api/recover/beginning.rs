@@ -114,7 +114,7 @@ impl Bursts {
 #[test]
 fn loss_while_an_epoch_begins_is_noticed_at_once() {
     let mut slow = Vec::new();
-    for seed in super::tests::seeds(400) {
+    for seed in super::tests::seeds(200) {
         let job = Bursts::of(seed);
         let ended: Mutex<Option<Instant>> = Mutex::default();
         let began: Mutex<Option<Instant>> = Mutex::default();
