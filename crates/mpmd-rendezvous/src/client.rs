@@ -32,6 +32,9 @@ pub struct Rendezvous {
 /// hang in the report.
 const REPORT_WITHIN: Duration = Duration::from_secs(2);
 
+/// The reason for the loss of a process that has left the epoch.
+const LEFT_EPOCH: &str = "it has left the epoch, which is over";
+
 /// Time limit for the server's answer when this process leaves. The request is sent even if no
 /// answer comes.
 const LEAVE_WITHIN: Duration = Duration::from_secs(3);
@@ -331,12 +334,13 @@ impl Rendezvous {
     /// Returns the first process of the job that was lost, with the reason, before a function was
     /// set by [`on_down`](Self::on_down). `None` if none was lost, or if such a function is set.
     ///
-    /// A lost server means that the process `host` was lost. `None` if no process of the job runs
+    /// A process that has left the epoch in order to join the next one counts as lost. A lost server means that the process `host` was lost. `None` if no process of the job runs
     /// the server.
     pub fn first_untold_loss(&self, host: Option<ProcessId>) -> Option<(ProcessId, String)> {
         let state = self.link.state.lock();
         state.untold.iter().find_map(|down| match down {
             Down::Process(process, why) => Some((*process, why.clone())),
+            Down::Epoch(by) => Some((*by, LEFT_EPOCH.to_owned())),
             Down::Server(why) => Some((host?, why.clone())),
         })
     }

@@ -447,6 +447,16 @@ impl ServerConnection {
                 self.tell(Down::Process(process, why));
             }
             ServerReply::Place => self.state.lock().contact.has_place(),
+            ServerReply::EpochOver { by } => {
+                let processes = self.state.lock().processes;
+                if by.index() >= processes {
+                    return Err(ConnectionEnd::NoSuchProcess {
+                        process: by,
+                        processes,
+                    });
+                }
+                self.tell(Down::Epoch(by));
+            }
             ServerReply::CouldHave {
                 processes,
                 replacements,
@@ -533,7 +543,7 @@ impl ServerConnection {
                 drop(state);
                 tell(down);
             }
-            // Each process goes down once. A server that reports more than that is faulty.
+            // Each process goes down once, and so does the epoch. A server that reports more than that is faulty.
             None if state.untold.len() > state.processes => {}
             None => state.untold.push(down),
         }

@@ -324,6 +324,7 @@ impl JobState {
     ) -> Result<(), RendezvousError> {
         self.epochs.check(wish, &member)?;
         if let Some(first) = self.epochs.begins_next(wish) {
+            self.epochs.tell_over(first, &mut self.actions);
             self.fail_gets(first, "it has gone on to the next epoch");
             self.epochs.begin_next(now);
             let error = |name| RendezvousError::OutOfTurn {
@@ -404,7 +405,7 @@ impl JobState {
     }
 
     /// Handles the end of a process. If its epoch is running, fails all requests that wait for the
-    /// process. If it died, tells the others.
+    /// process. If it died, or has left the epoch to join the next one, tells the others.
     fn end(&mut self, link: Link, process: ProcessId, why: &str, how: EndKind) {
         let epoch_runs = self
             .epochs
@@ -424,6 +425,10 @@ impl JobState {
                     },
                 );
             }
+        }
+        if how == EndKind::Returns {
+            // Its peers may not hear it from the process itself, which perhaps has not connected.
+            self.epochs.tell_over(process, &mut self.actions);
         }
         if how != EndKind::Left {
             self.fail_gets(process, why);

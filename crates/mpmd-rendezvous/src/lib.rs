@@ -176,11 +176,15 @@ pub struct FailureReport {
     pub hash: Option<u128>,
 }
 
-/// The loss of a process or of the server, which ended without leaving in order.
+/// The loss of a process or of the server, which ended without leaving in order, or the end of the
+/// epoch that follows from a loss.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Down {
     /// The loss of this process of the job, with the reason that the server gives.
     Process(ProcessId, String),
+    /// The epoch that this process has joined is over: this other process has left it and will join
+    /// the next one. Nobody who waits for it, or for another process of the epoch, needs to.
+    Epoch(ProcessId),
     /// The loss of the server, with the reason: it has ended, cannot be reached, or is silent.
     /// Reported once. A process that has joined can go on, but may not be told of later losses of
     /// processes.

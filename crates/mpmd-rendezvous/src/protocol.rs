@@ -13,7 +13,7 @@ use mpmd_proto::control::{self, ControlError};
 use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol of this crate. Server and clients must have the same.
-pub const VERSION: u16 = 14;
+pub const VERSION: u16 = 15;
 
 /// The longest value that can be set under a key, in bytes.
 ///
@@ -131,6 +131,11 @@ pub(super) enum ServerReply {
     Down {
         process: ProcessId,
         why: String,
+    },
+    /// The epoch of this client is over: process `by` has left it and will join the next one. Sent
+    /// once in an epoch.
+    EpochOver {
+        by: ProcessId,
     },
     /// The client has a place in the epoch that waits for its processes. No other process gets that
     /// place while the client is connected.

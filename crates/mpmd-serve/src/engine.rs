@@ -439,6 +439,12 @@ impl Engine {
         Ok(())
     }
 
+    /// Records that the stages are lost. Until [`Engine::restart`] process 0 waits for those of the
+    /// next epoch.
+    pub(crate) fn lose_stages(&self) {
+        self.arrivals.wait_for(Awaited::Stages);
+    }
+
     /// Starts an epoch of the job. All sequences are computed again, since its stages have empty
     /// caches.
     pub(crate) fn restart(&mut self, epoch: u64, versions: &WeightVersions) {

@@ -96,6 +96,20 @@ impl<'a> Serving<'a> {
         p: &mut Program,
         other: impl FnOnce() -> Option<T>,
     ) -> Result<ServingTurn<T>> {
+        let turned = self.take_turn(p, other);
+        if turned.is_err()
+            && let Some(engine) = &self.engine
+        {
+            engine.lose_stages();
+        }
+        turned
+    }
+
+    fn take_turn<T: Serialize + DeserializeOwned>(
+        &mut self,
+        p: &mut Program,
+        other: impl FnOnce() -> Option<T>,
+    ) -> Result<ServingTurn<T>> {
         let inference = &*self.inference;
         let engine = &mut self.engine;
         let decide = || {

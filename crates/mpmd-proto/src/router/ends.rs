@@ -33,6 +33,29 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Handles the end of the job's epoch: process `by` has left it in order to join the next one.
+    /// Fails all waits. The peers hear it from the rendezvous, so this router does not tell them.
+    ///
+    /// The reason is the loss of a peer that this router knows of, or that the rendezvous suspects.
+    pub fn epoch_over(&mut self, by: ProcessId) {
+        for process in self.others() {
+            if let Some(suspicion) = self.peers[process.index()].suspected.take() {
+                self.lose(process, suspicion.why);
+            }
+        }
+        let left = || {
+            let message = format!("process {by} has left the epoch, which is over");
+            Arc::new(Failure::new(
+                FailureKind::PeerLost,
+                by,
+                self.history.count(),
+                message,
+            ))
+        };
+        let failure = self.first_loss.clone().unwrap_or_else(left);
+        self.fail_quietly(failure);
+    }
+
     /// Handles the end of a peer's connection, after which the peer is gone. Fails the waits for
     /// the peer's pieces. Reports the loss unless the peer has said goodbye without a failure.
     pub fn peer_down(&mut self, process: ProcessId, why: &str) {

@@ -54,6 +54,8 @@ pub(crate) struct Epochs {
     phase: EpochPhase,
     /// True once a process of the running epoch has left because the job has ended well.
     has_ended_well: bool,
+    /// True once the processes of the running epoch were told that it is over.
+    is_told_over: bool,
     /// Time at which the current epoch began to wait for its processes.
     gathers_since: Instant,
     gather_until: Instant,
@@ -104,6 +106,7 @@ impl Epochs {
             ended_early: Vec::new(),
             phase: EpochPhase::Gathering,
             has_ended_well: false,
+            is_told_over: false,
             gathers_since: now,
             gather_until: after(now, peer_timeout),
             first_joined: None,
@@ -360,6 +363,24 @@ impl Epochs {
         let mut seats = processes(self.seats.len()).zip(&self.seats);
         let own = seats.find(|(_, seat)| seat.as_ref().is_some_and(is_it));
         own.map(|(process, _)| process)
+    }
+
+    /// Tells the remaining processes of the running epoch, once, that it is over, since process `by`
+    /// has left it in order to join the next one. They wait for each other, and perhaps for `by`,
+    /// which need not have connected to them. So they cannot rely on the news from their peers.
+    pub(super) fn tell_over(&mut self, by: ProcessId, actions: &mut JobActions) {
+        if self.phase != EpochPhase::Running || self.is_told_over {
+            return;
+        }
+        self.is_told_over = true;
+        for (process, seat) in processes(self.seats.len()).zip(&self.seats) {
+            if let Some(seat) = seat
+                && seat.ended.is_none()
+                && process != by
+            {
+                actions.say(seat.link, ServerReply::EpochOver { by });
+            }
+        }
     }
 
     /// Begins the next epoch. Every place is free again, and reserved for the process that had it.

@@ -27,16 +27,23 @@ pub(super) enum Access {
 impl Access {
     /// Reads the keys of a file, one on each line. The file must be readable by its owner only.
     pub(super) fn keys(file: KeyFile, path: &Path) -> Result<Self, FrontError> {
-        let invalid = |expected| FrontError::InvalidKeys {
+        let invalid = |expected: &str| FrontError::InvalidKeys {
             file,
             path: path.to_owned(),
-            expected,
+            expected: expected.to_owned(),
         };
 
         let name = path.to_str().ok_or_else(|| invalid("a path in UTF-8"))?;
         let text = read_private(name, file.setting(), LARGEST_FILE)
             .map_err(|why| FrontError::UnreadableKeys { file, why })?;
         let text = String::from_utf8_lossy(&text);
+
+        let mut numbered = (1..).zip(text.lines().map(str::trim));
+        if let Some((number, _)) = numbered.find(|(_, line)| line.starts_with('#')) {
+            let expected =
+                format!("a key on each line and no comments, found one on line {number}");
+            return Err(invalid(&expected));
+        }
 
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
         let keys: Vec<String> = lines.map(str::to_owned).collect();

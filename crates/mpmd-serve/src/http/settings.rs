@@ -142,7 +142,7 @@ pub enum FrontError {
         /// The path of the file.
         path: PathBuf,
         /// The content that was expected.
-        expected: &'static str,
+        expected: String,
     },
     /// Both files of keys have the same key.
     #[error("control_key_file and api_key_file: expected other keys in each, found one in both")]

@@ -18,20 +18,22 @@ pub(crate) enum Awaited {
     Choices,
     /// The times of the stages. Process 0 requests them even if there are no client requests.
     Times,
+    /// The stages of the next epoch, after a process was lost.
+    Stages,
 }
 
 /// Tracks whether the stages still answer process 0 in the usual time.
 #[derive(Debug, Default)]
 pub(super) struct Answers {
-    since: [Option<Instant>; 2],
+    since: [Option<Instant>; 3],
     /// Moving average of the time to an answer, in seconds.
     usual: f64,
 }
 
 impl Answers {
-    /// Records that process 0 waits for an answer from `now` on.
+    /// Records that process 0 waits for an answer from `now` on, if it does not already.
     pub(super) fn wait(&mut self, awaited: Awaited, now: Instant) {
-        self.since[awaited as usize] = Some(now);
+        self.since[awaited as usize].get_or_insert(now);
     }
 
     /// Records that an answer arrived at `now`.
@@ -42,9 +44,10 @@ impl Answers {
         }
     }
 
-    /// Forgets all awaited answers, since the stages are created anew and will not send them.
+    /// Forgets all awaited answers, since the stages are created anew: earlier ones will not send
+    /// them.
     pub(super) fn forget(&mut self) {
-        self.since = [None; 2];
+        self.since = [None; 3];
     }
 
     /// True if an awaited answer takes far longer than usual.
@@ -78,5 +81,18 @@ mod tests {
         assert!(!answers.are_late(at(2150)) && answers.are_late(at(2170)));
         answers.forget();
         assert!(!answers.are_late(at(9999)));
+    }
+
+    #[test]
+    fn lost_stages_are_late_until_new_ones_begin() {
+        let start = mpmd_base::block::now();
+        let mut answers = Answers::default();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        answers.wait(Awaited::Stages, at(0));
+        // A process that is lost while the next epoch begins takes no new time.
+        answers.wait(Awaited::Stages, at(8));
+        assert!(!answers.are_late(at(9)) && answers.are_late(at(11)));
+        answers.forget();
+        assert!(!answers.are_late(at(99)));
     }
 }

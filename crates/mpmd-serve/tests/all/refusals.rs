@@ -616,6 +616,7 @@ fn settings_that_let_strangers_in_are_refused() {
     };
     let empty = file("", 0o600);
     let one = file("key-one\n", 0o600);
+    let commented = file("key-one\n # of the front\n", 0o600);
     let readable = file("key-two\n", 0o644);
     let all_hosts = || FrontSettings {
         host: "0.0.0.0".to_owned(),
@@ -637,6 +638,10 @@ fn settings_that_let_strangers_in_are_refused() {
                 ..all_hosts()
             },
             "expected a key on a line, found none",
+        ),
+        (
+            with_keys(commented.path()),
+            "expected a key on each line and no comments, found one on line 2",
         ),
         (
             with_keys(Path::new("/nowhere")),

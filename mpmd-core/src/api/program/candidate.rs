@@ -119,7 +119,6 @@ impl Candidate {
             peer_timeout,
         );
         let returns = |error: &Error| waits && is_loss(error);
-        let is_simulated = opened.as_ref().is_ok_and(OpenedTransport::is_simulated);
         let agreed = agree(&membership, &builder, &joined, opened, topology);
         let (opened, topology) = match agreed {
             Ok(agreed) => agreed,
@@ -138,11 +137,7 @@ impl Candidate {
 
         let spin = *builder.spin.get_or_insert_default();
         let connect = move |joined: &JoinedEpoch| opened.connect(token, joined, peer_timeout, spin);
-        let connected = match is_simulated {
-            true => connect(&joined),
-            false => connect_unless_lost(&membership, joined.clone(), connect),
-        };
-        match connected {
+        match connect_unless_lost(&membership, joined.clone(), connect) {
             Ok(transport) => builder
                 .start(process, topology, Some(transport), Some(membership))
                 .map(|p| EpochStart::Program(Box::new(p))),

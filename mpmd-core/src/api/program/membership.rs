@@ -215,6 +215,7 @@ impl Membership {
                     runtime.peer_ended(process, &why);
                 }
                 Down::Process(process, why) => runtime.suspect(process, &why),
+                Down::Epoch(by) => runtime.epoch_over(by),
                 Down::Server(why) => {
                     host.iter().for_each(|host| runtime.suspect(*host, &why));
                     warn_user(&job.without_service(runtime.me, &why, peer_timeout));

@@ -99,11 +99,6 @@ impl OpenedTransport {
             .collect()
     }
 
-    /// Returns true if connecting takes no time.
-    pub(super) fn is_simulated(&self) -> bool {
-        matches!(self, Self::Simulated(_))
-    }
-
     /// Connects to all members and returns the transport. The members must have passed `agree`.
     /// Warns the user if processes on one host cannot share memory under `auto`.
     pub(super) fn connect(

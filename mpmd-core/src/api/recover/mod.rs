@@ -13,6 +13,8 @@
 //!    ask to leave. Then all leave the epoch after a commit (`change`), and meet in one with more
 //!    or fewer processes.
 
+#[cfg(test)]
+mod beginning;
 mod change;
 mod commit;
 mod copies;

@@ -157,7 +157,7 @@ fn leavers_keep_copies_until_others_have_them() {
 }
 
 /// Returns the seeds of a test: `count`, or as many as `MPMD_SEEDS` says.
-fn seeds(count: u64) -> std::ops::Range<u64> {
+pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
     let asked = std::env::var("MPMD_SEEDS")
         .ok()
         .and_then(|asked| asked.parse().ok());

@@ -54,6 +54,17 @@ impl Runtime {
         self.with_router(|router| router.suspect(peer, why, self.now()));
     }
 
+    /// Handles the end of the job's epoch, which process `by` has left in order to join the next
+    /// one. Ends every wait: the other processes leave the epoch too.
+    pub(crate) fn epoch_over(self: &Arc<Self>, by: ProcessId) {
+        self.with_router(|router| router.epoch_over(by));
+        let peers = (0..self.topology.processes() as u32).map(ProcessId);
+        for peer in peers.filter(|peer| *peer != self.me) {
+            self.end_transfers(peer, "the epoch is over");
+        }
+        self.changed.notify_all();
+    }
+
     /// Stores the failure of an operation on this process, if it is the first. Wakes threads that
     /// wait for the job's end.
     pub(crate) fn remember(&self, failure: &Arc<Failure>) {

@@ -99,3 +99,29 @@ fn own_end_one_operation_short_of_a_heartbeat_is_disputed() {
     job.act(1);
     assert_eq!(shown(&job), Some(3));
 }
+
+#[test]
+fn end_of_the_epoch_ends_all_waits() {
+    let mut job = Job::new(3, 3, 2);
+    job.issue(0, 9, "device_put");
+    job.expect(0, 1, (1, 0), 100);
+    job.expect(0, 2, (1, 1), 100);
+    job.run(1000);
+    let now = at(job.now);
+    job.routers[0].suspect(ProcessId(2), "its connection was closed", now);
+    job.routers[0].epoch_over(ProcessId(1));
+    job.act(0);
+
+    for piece in [0, 1] {
+        let failure = job.outcomes[&(0, (1, piece))].as_ref().unwrap_err();
+        assert_eq!(failure.kind, FailureKind::PeerLost);
+        assert_eq!(failure.process, ProcessId(2), "the lost one: {failure}");
+    }
+    job.expect(0, 1, (1, 2), 100);
+    assert!(job.outcomes[&(0, (1, 2))].is_err(), "a later wait");
+
+    // Without a known loss, the process that has left is the reason.
+    job.routers[1].epoch_over(ProcessId(0));
+    let said = job.routers[1].trouble().unwrap().to_string();
+    assert!(said.contains("process 0 has left the epoch"), "{said}");
+}

@@ -351,6 +351,7 @@ impl Epochs {
         self.grow();
         self.note_since();
         self.phase = EpochPhase::Running;
+        self.is_told_over = false;
         self.vacant = vec![false; self.seats.len()];
 
         let mut members: Vec<JobMember> = self

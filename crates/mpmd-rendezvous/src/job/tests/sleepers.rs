@@ -438,7 +438,7 @@ impl World {
                 result: Err(_),
             } => self.loses(process),
             ServerReply::Place => this.contact.has_place(),
-            ServerReply::Down { .. } => self.loses(process),
+            ServerReply::Down { .. } | ServerReply::EpochOver { .. } => self.loses(process),
             ServerReply::Heirs { run, addresses } => {
                 this.told = Some(Succession::told(run, addresses))
             }

@@ -12,7 +12,7 @@ use super::super::candidate::{Candidate, EpochStart};
 use super::super::membership::{MemberJob, Returning};
 use super::super::transports::{self, OpenedTransport};
 use super::faults::{JobOver, SimulatedParts};
-use super::life::EpochNetwork;
+use super::life::{EpochNetwork, NetworkPlace};
 use super::{PlannedLoss, ProcessThread, Simulation, SimulationReport};
 use crate::error::{Error, Result};
 use crate::exec::Runtime;
@@ -246,11 +246,23 @@ impl SimulatedJob<'_> {
 
         let topology = builder.topology(self.simulation.processes, None)?;
         let network = self.parts.network.clone();
+        let peer_timeout = builder
+            .peer_timeout
+            .unwrap_or(mpmd_launch::DEFAULT_PEER_TIMEOUT);
         let opened = {
             let life = life.clone();
+            let group = self.process.0;
             Ok(OpenedTransport::Simulated(Box::new(move |joined| {
-                let fabric = network.of_epoch(joined.epoch, joined.members.len());
-                life.takes(fabric, joined.process)
+                join_group(group);
+                let place = NetworkPlace {
+                    network,
+                    epoch: joined.epoch,
+                    processes: joined.members.len(),
+                    process: joined.process,
+                };
+                let transport = life.takes(&place)?;
+                place.connect(peer_timeout)?;
+                Ok(transport)
             })))
         };
 

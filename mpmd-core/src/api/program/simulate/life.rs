@@ -8,9 +8,10 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_rendezvous::{LocalLink, LocalServer};
-use mpmd_transport::Transport;
 use mpmd_transport::inproc::{Fabric, FabricFaults};
+use mpmd_transport::{Transport, TransportError};
 
+use super::meeting::{MeetingGuest, Meetings};
 use crate::error::{Error, Result};
 use crate::exec::Runtime;
 
@@ -19,6 +20,7 @@ use crate::exec::Runtime;
 pub(super) struct EpochNetwork {
     faults: FabricFaults,
     fabrics: Arc<Mutex<BTreeMap<u64, Fabric>>>,
+    meetings: Meetings,
 }
 
 impl EpochNetwork {
@@ -26,6 +28,7 @@ impl EpochNetwork {
         Self {
             faults,
             fabrics: Arc::default(),
+            meetings: Meetings::default(),
         }
     }
 
@@ -67,7 +70,7 @@ struct LifeState {
     ended: Option<Instant>,
     rendezvous: Option<RendezvousLink>,
     /// The process's place in the network of the current epoch.
-    place: Option<FabricPlace>,
+    place: Option<NetworkPlace>,
     runtime: Weak<Runtime>,
 }
 
@@ -77,10 +80,44 @@ struct RendezvousLink {
     link: LocalLink,
 }
 
-/// A simulated process's number in the network of an epoch, with that network.
-struct FabricPlace {
-    fabric: Fabric,
-    process: ProcessId,
+/// A simulated process's number in an epoch, with the network.
+#[derive(Clone)]
+pub(super) struct NetworkPlace {
+    pub(super) network: EpochNetwork,
+    pub(super) epoch: u64,
+    /// Number of processes in the epoch.
+    pub(super) processes: usize,
+    pub(super) process: ProcessId,
+}
+
+impl NetworkPlace {
+    fn fabric(&self) -> Fabric {
+        self.network.of_epoch(self.epoch, self.processes)
+    }
+
+    /// Connects the process to the others of its epoch. Blocks until all have arrived, at most for
+    /// the peer timeout.
+    ///
+    /// # Errors
+    ///
+    /// If another process does not arrive.
+    pub(super) fn connect(&self, peer_timeout: Duration) -> Result<(), TransportError> {
+        let faults = &self.network.faults;
+        self.network.meetings.connect(&MeetingGuest {
+            epoch: self.epoch,
+            process: self.process,
+            processes: self.processes,
+            peer_timeout,
+            seed: faults.seed,
+            delay: faults.delay.clone(),
+        })
+    }
+
+    /// Removes the process, which was killed.
+    fn kill(&self) {
+        self.network.meetings.loses(self.epoch, self.process);
+        self.fabric().kill(self.process);
+    }
 }
 
 /// The times at which a simulated process was killed and at which its thread ended.
@@ -113,26 +150,23 @@ impl ProcessLife {
         }
     }
 
-    /// Gives the process place `place` in the network of an epoch, and returns its transport.
+    /// Gives the process a place in the network of an epoch, and returns its transport. From then on
+    /// others can connect to it.
     ///
     /// # Errors
     ///
     /// If the process was killed.
-    pub(super) fn takes(&self, fabric: Fabric, place: ProcessId) -> Result<Arc<dyn Transport>> {
+    pub(super) fn takes(&self, place: &NetworkPlace) -> Result<Arc<dyn Transport>> {
         let mut state = self.0.lock();
         state.runtime = Weak::new();
-        state.place = Some(FabricPlace {
-            fabric: fabric.clone(),
-            process: place,
-        });
-        match state.is_dead {
-            true => {
-                drop(state);
-                fabric.kill(place);
-                Err(killed())
-            }
-            false => Ok(fabric.endpoint(place)),
+        state.place = Some(place.clone());
+        if state.is_dead {
+            drop(state);
+            place.kill();
+            return Err(killed());
         }
+        place.network.meetings.arrives(place.epoch, place.process);
+        Ok(place.fabric().endpoint(place.process))
     }
 
     /// Records the runtime of the process in the current epoch.
@@ -171,9 +205,7 @@ impl ProcessLife {
         let runtime = state.runtime.upgrade();
         drop(state);
 
-        if let Some(FabricPlace { fabric, process }) = place {
-            fabric.kill(process);
-        }
+        place.iter().for_each(NetworkPlace::kill);
         if let Some(RendezvousLink { server, link }) = rendezvous
             && let Some(server) = server.upgrade()
         {

@@ -4,6 +4,7 @@
 mod epochs;
 mod faults;
 mod life;
+mod meeting;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use mpmd_transport::inproc::FabricFaults;
 pub(crate) use self::epochs::EpochsOfProcess;
 use self::epochs::LaterProcess;
 use self::faults::{JobOver, SimulatedFault, SimulatedParts, TimedFault};
-use self::life::{EpochNetwork, ProcessLife};
+use self::life::{EpochNetwork, NetworkPlace, ProcessLife};
 use super::{Builder, Program};
 use crate::error::Result;
 
@@ -283,8 +284,7 @@ impl Simulation {
         programs: Vec<ProgramOfProcess<'_>>,
     ) -> (Vec<Result<()>>, SimulatedParts) {
         let network = EpochNetwork::new(self.delays.clone());
-        let fabric = network.of_epoch(1, self.processes);
-        let parts = SimulatedParts::new(network, self.processes);
+        let parts = SimulatedParts::new(network.clone(), self.processes);
         if let Err(error) = self.builder.can_have_devices(self.processes) {
             // All get the error here: if one process failed alone, the others would not hear of it.
             return (
@@ -296,10 +296,13 @@ impl Simulation {
         let run_one = |process: ProcessId, program: ProgramOfProcess<'_>| -> Result<()> {
             join_group(process.0);
             let life = &parts.lives[process.index()];
-            let mut p = self
-                .builder
-                .clone()
-                .over(life.takes(fabric.clone(), process)?)?;
+            let place = NetworkPlace {
+                network: network.clone(),
+                epoch: 1,
+                processes: self.processes,
+                process,
+            };
+            let mut p = self.builder.clone().over(life.takes(&place)?)?;
             life.runs(&p.runtime);
             parts.add(&p);
             self.plan_loss(&mut p, process, life);

@@ -104,3 +104,37 @@ fn busy_process_is_awaited_beside_a_free_place() {
         assert_eq!(table.joined(), [(20, 0, 2), (22, 1, 2)]);
     }
 }
+
+impl Table {
+    /// Takes the messages that an epoch is over since the last call, as (link, process that left).
+    fn told_over(&mut self) -> Vec<(Link, u32)> {
+        let actions = self.job.actions().into_iter();
+        let told = actions.filter_map(|action| match action {
+            JobAction::Say(link, ServerReply::EpochOver { by }) => Some((link, by.0)),
+            _ => None,
+        });
+        told.collect()
+    }
+}
+
+/// A process that is lost while the epoch begins may keep another from connecting. That one leaves,
+/// and a third, which has connected to both, hears nothing from it.
+#[test]
+fn others_hear_once_that_their_epoch_is_over() {
+    let mut table = Table::running();
+    table.die(12);
+    assert_eq!(table.told_over(), [], "they hear of the loss");
+    table.leave(11, true);
+    assert_eq!(table.told_over(), [(10, 1)]);
+    table.leave(10, true);
+    table.join(2, 1);
+    table.join(2, 0);
+    table.join_as(90, 1, 2);
+    assert_eq!(table.joined(), [(20, 0, 2), (21, 1, 2), (90, 2, 2)]);
+
+    // A process that was cut off begins the next epoch without leaving this one.
+    table.join(3, 1);
+    assert_eq!(table.told_over(), [(20, 1), (90, 1)]);
+    table.leave(20, true);
+    assert_eq!(table.told_over(), []);
+}
