@@ -187,7 +187,7 @@ mod tests {
         let invalid = FrontError::InvalidKeys {
             file,
             path,
-            expected: "a key on a line",
+            expected: "a key on a line".to_owned(),
         };
         let said = named(invalid).to_string();
         assert_eq!(
