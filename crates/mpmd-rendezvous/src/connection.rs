@@ -543,7 +543,8 @@ impl ServerConnection {
                 drop(state);
                 tell(down);
             }
-            // Each process goes down once, and so does the epoch. A server that reports more than that is faulty.
+            // Each process goes down once, and so does the epoch. A server that reports more than
+            // that is faulty.
             None if state.untold.len() > state.processes => {}
             None => state.untold.push(down),
         }

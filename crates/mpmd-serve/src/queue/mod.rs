@@ -267,8 +267,8 @@ impl RequestQueue {
         self.0.state.lock().phase
     }
 
-    /// True if the stages take far longer to answer than usual, as when a process is suspended, or if
-    /// a process was lost and the next epoch does not begin.
+    /// True if the stages take far longer to answer than usual, as when a process is suspended, or
+    /// if a process was lost and the next epoch does not begin.
     pub fn is_stalled(&self) -> bool {
         self.0.answers.lock().are_late(now())
     }

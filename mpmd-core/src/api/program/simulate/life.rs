@@ -150,8 +150,8 @@ impl ProcessLife {
         }
     }
 
-    /// Gives the process a place in the network of an epoch, and returns its transport. From then on
-    /// others can connect to it.
+    /// Gives the process a place in the network of an epoch, and returns its transport. From then
+    /// on others can connect to it.
     ///
     /// # Errors
     ///
