@@ -334,8 +334,9 @@ impl Rendezvous {
     /// Returns the first process of the job that was lost, with the reason, before a function was
     /// set by [`on_down`](Self::on_down). `None` if none was lost, or if such a function is set.
     ///
-    /// A process that has left the epoch in order to join the next one counts as lost. A lost server
-    /// means that the process `host` was lost. `None` if no process of the job runs the server.
+    /// A process that has left the epoch in order to join the next one counts as lost. A lost
+    /// server means that the process `host` was lost. `None` if no process of the job runs the
+    /// server.
     pub fn first_untold_loss(&self, host: Option<ProcessId>) -> Option<(ProcessId, String)> {
         let state = self.link.state.lock();
         state.untold.iter().find_map(|down| match down {

@@ -366,8 +366,9 @@ impl Epochs {
     }
 
     /// Tells the remaining processes of the running epoch, once, that it is over, since process
-    /// `by` has left it in order to join the next one. They wait for each other, and perhaps for `by`,
-    /// which need not have connected to them. So they cannot rely on the news from their peers.
+    /// `by` has left it in order to join the next one. They wait for each other, and perhaps for
+    /// `by`, which need not have connected to them. So they cannot rely on the news from their
+    /// peers.
     pub(super) fn tell_over(&mut self, by: ProcessId, actions: &mut JobActions) {
         if self.phase != EpochPhase::Running || self.is_told_over {
             return;
