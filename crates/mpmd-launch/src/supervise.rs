@@ -558,7 +558,8 @@ where
             EndMeaning::Nothing => {
                 if !is_ending && let Some(place) = job.place(number) {
                     // Those that have joined need not wait for it.
-                    self.server.place_is_free(place, how.to_string());
+                    let number = ProcessId(number as u32);
+                    self.server.place_is_free(number, place, how.to_string());
                 }
                 return;
             }
@@ -581,7 +582,8 @@ where
                     say("no spare is left for its place: give more with --restart or --spares");
                 }
                 self.tell_if_processes_may_start();
-                self.server.place_is_free(place, how.to_string());
+                let number = ProcessId(number as u32);
+                self.server.place_is_free(number, place, how.to_string());
                 return;
             }
             EndMeaning::FailedAtExit(place) => {

@@ -34,6 +34,7 @@ use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
 pub(super) use self::actions::JobAction;
+pub(crate) use self::epochs::EndedProcess;
 pub(super) use self::epochs::EpochPhase;
 
 pub(super) struct JobState {
@@ -106,10 +107,10 @@ impl JobState {
         self.epochs.never_joins(process, why, &mut self.actions);
     }
 
-    /// Records that a process has ended, and that a spare may take its place if the job was never
-    /// complete.
-    pub(super) fn place_is_free(&mut self, process: ProcessId, why: String) {
-        self.epochs.place_is_free(process, why, &mut self.actions);
+    /// Records that a process has ended, and that a spare may take its place.
+    pub(super) fn place_is_free(&mut self, ended: EndedProcess) {
+        self.epochs.place_is_free(ended, &mut self.actions);
+        self.epochs.dismiss_spares(self.ticked, &mut self.actions);
     }
 
     /// Records the number of processes that the server's owner may still start for free places.

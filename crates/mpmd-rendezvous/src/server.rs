@@ -21,7 +21,7 @@ use tokio::time::{sleep_until, timeout};
 
 use super::clock_offset::clock;
 use super::config::random;
-use super::job::{EpochPhase, JobAction, JobState, ping_interval};
+use super::job::{EndedProcess, EpochPhase, JobAction, JobState, ping_interval};
 use super::protocol::{
     self, ClientRequest, FrameBuffer, HANDSHAKE, RequestAnswer, ServerReply, encode_ping,
 };
@@ -233,19 +233,23 @@ impl RendezvousServer {
     /// other in its place. If the job was never complete, all processes that have joined or will
     /// join fail at once with [`NeverJoins`](RendezvousError::NeverJoins). Otherwise does nothing.
     pub fn never_joins(&self, process: ProcessId, why: String) {
-        self.tell_early_end(EarlyEnd::Fails { process, why });
+        self.tell_end(SeenEnd::Fails { process, why });
     }
 
     /// Tells the service that a process has ended, in the way `why`, and that its job may go on
-    /// with another in its place. If the job was never complete, a spare takes the place at once.
-    /// If no spare waits, and the owner [may start](Self::may_start) none, all processes that have
-    /// joined or will join fail as in [`never_joins`](Self::never_joins).
-    pub fn place_is_free(&self, process: ProcessId, why: String) {
-        self.tell_early_end(EarlyEnd::FreesPlace { process, why });
+    /// with another in its place. `number` is the process number with which it first joined, or
+    /// would have joined, and `place` the place that it had last.
+    ///
+    /// If the job was never complete, a spare takes the place at once. If no spare waits, and the
+    /// owner [may start](Self::may_start) none, all processes that have joined or will join fail as
+    /// in [`never_joins`](Self::never_joins). In a later epoch the place is no longer kept for the
+    /// process, if it had left the epoch before in order to join the next one.
+    pub fn place_is_free(&self, number: ProcessId, place: ProcessId, why: String) {
+        self.tell_end(SeenEnd::FreesPlace(EndedProcess { number, place, why }));
     }
 
-    fn tell_early_end(&self, end: EarlyEnd) {
-        self.view.ended_early.lock().push(end);
+    fn tell_end(&self, end: SeenEnd) {
+        self.view.seen_ends.lock().push(end);
         self.view.wakes.notify_one();
     }
 
@@ -367,20 +371,19 @@ struct OwnerView {
     state: Mutex<OwnerViewState>,
     changed: Condvar,
     owner_starts: AtomicUsize,
-    /// Ends of processes before the job was complete, until the service has heard of them.
-    ended_early: Mutex<Vec<EarlyEnd>>,
-    /// Wakes the service's thread after a change of `owner_starts` or `ended_early`.
+    /// Ends of processes that the owner has seen, until the service has heard of them.
+    seen_ends: Mutex<Vec<SeenEnd>>,
+    /// Wakes the service's thread after a change of `owner_starts` or `seen_ends`.
     wakes: Notify,
 }
 
-/// The end of a process that the owner started, before the job was complete. `why` is the way in
-/// which it ended.
+/// The end of a process that the owner started. `why` is the way in which it ended.
 #[derive(Debug)]
-enum EarlyEnd {
-    /// The job fails with the process.
+enum SeenEnd {
+    /// If the job was never complete, it fails with the process.
     Fails { process: ProcessId, why: String },
     /// A spare may take the place of the process.
-    FreesPlace { process: ProcessId, why: String },
+    FreesPlace(EndedProcess),
 }
 
 #[derive(Debug, Default)]
@@ -442,13 +445,13 @@ impl ServerHub {
 
         loop {
             // Before the number of processes that may start: it counts a replacement by then.
-            let ended_early = std::mem::take(&mut *self.view.ended_early.lock());
+            let seen_ends = std::mem::take(&mut *self.view.seen_ends.lock());
             self.job
                 .owner_starts(self.view.owner_starts.load(Ordering::Relaxed));
-            for end in ended_early {
+            for end in seen_ends {
                 match end {
-                    EarlyEnd::Fails { process, why } => self.job.never_joins(process, why),
-                    EarlyEnd::FreesPlace { process, why } => self.job.place_is_free(process, why),
+                    SeenEnd::Fails { process, why } => self.job.never_joins(process, why),
+                    SeenEnd::FreesPlace(ended) => self.job.place_is_free(ended),
                 }
             }
             let due = self.job.tick(Instant::now());

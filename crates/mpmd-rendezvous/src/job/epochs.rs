@@ -25,6 +25,7 @@ use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
+pub(crate) use self::places::EndedProcess;
 pub(super) use self::places::{EndKind, JobEntry, JoinWish};
 
 /// The phase of the current epoch.
@@ -638,6 +639,11 @@ impl Epochs {
             return false;
         };
 
+        let has_ended = self.known.get(&key).is_some_and(|known| known.has_ended);
+        let how = match how {
+            EndKind::Returns if has_ended => EndKind::Died,
+            how => how,
+        };
         let until = after(now, self.peer_timeout);
         self.leavers.are_needed |= how == EndKind::Died;
         if self.phase != EpochPhase::Running {
@@ -716,20 +722,53 @@ impl Epochs {
         }
     }
 
-    /// Frees the place of a process that has ended in the way `why` before the first epoch began.
-    /// A spare takes the place. If none can come, the job fails.
-    pub(super) fn place_is_free(
-        &mut self,
-        process: ProcessId,
-        why: String,
-        actions: &mut JobActions,
-    ) {
-        if self.epoch > 1 || self.phase != EpochPhase::Gathering {
+    /// Frees the place of a process that has ended while no connection of it could tell so: before
+    /// the first epoch began, or between two epochs. A spare takes the place. If none can come to
+    /// the first epoch, the job fails.
+    pub(super) fn place_is_free(&mut self, ended: EndedProcess, actions: &mut JobActions) {
+        let EndedProcess { number, place, why } = ended;
+        if self.epoch == 1 && self.phase == EpochPhase::Gathering {
+            if let Some(vacant) = self.vacant.get_mut(place.index()) {
+                *vacant = true;
+                self.ended_early.push((place, why));
+                self.place_spares(actions);
+            }
             return;
         }
-        if let Some(vacant) = self.vacant.get_mut(process.index()) {
-            *vacant = true;
-            self.ended_early.push((process, why));
+
+        let own = |known: &&mut KnownProcess| known.number == number;
+        let Some((key, known)) = self.known.iter_mut().find(|(_, known)| own(known)) else {
+            return;
+        };
+        known.has_ended = true;
+        let key = *key;
+        self.returns_no_more(key, actions);
+    }
+
+    /// Frees the place of a process that has left its epoch in order to join the next one, and has
+    /// ended before it joined. Does nothing if it holds a place: its connection ends, too.
+    fn returns_no_more(&mut self, key: u128, actions: &mut JobActions) {
+        for seat in self.seats.iter_mut().flatten() {
+            if let Some(end) = &mut seat.ended
+                && seat.key == key
+                && end.how == EndKind::Returns
+            {
+                end.how = EndKind::Died;
+                self.leavers.are_needed = true;
+            }
+        }
+
+        let is_reserved = |process: &ProcessId| {
+            let holder = self.before[process.index()];
+            self.seats[process.index()].is_none() && holder.is_some_and(|holder| holder.key == key)
+        };
+        let reserved = processes(self.seats.len()).find(is_reserved);
+        if self.phase == EpochPhase::Gathering
+            && let Some(place) = reserved
+        {
+            self.leavers.are_needed = true;
+            self.vacant[place.index()] = true;
+            self.forget_if_gone(key);
             self.place_spares(actions);
         }
     }

@@ -61,6 +61,30 @@ pub(super) struct KnownProcess {
     /// The first epoch that began with this process, or 0. A process may have copies of the job's
     /// state from that epoch on.
     pub(super) since: u64,
+    /// True if the server's owner has seen its end. It joins no more, whatever it said before.
+    pub(super) has_ended: bool,
+}
+
+/// A process that the server's owner has seen end.
+#[derive(Debug)]
+pub(crate) struct EndedProcess {
+    /// The process number with which it first joined, or would have joined.
+    pub(crate) number: ProcessId,
+    /// The place that it had last.
+    pub(crate) place: ProcessId,
+    /// The way in which it ended.
+    pub(crate) why: String,
+}
+
+#[cfg(test)]
+impl EndedProcess {
+    pub(super) fn at(number: u32, place: u32) -> Self {
+        Self {
+            number: ProcessId(number),
+            place: ProcessId(place),
+            why: "it ended".to_owned(),
+        }
+    }
 }
 
 /// A client's request to join a job.
@@ -525,6 +549,7 @@ impl Epochs {
             number: wish.process,
             part,
             since: 0,
+            has_ended: false,
         };
         self.known.entry(wish.identity.key).or_insert(new).part = part;
     }
@@ -617,7 +642,7 @@ mod tests {
 
         let mut table = Table::running(2);
         table.job.never_joins(ProcessId(1), "it ended".to_owned());
-        table.job.place_is_free(ProcessId(1), "it ended".to_owned());
+        table.job.place_is_free(EndedProcess::at(1, 1));
         assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
     }
 
@@ -630,7 +655,7 @@ mod tests {
 
         // Nobody waits yet: the program may not use mpmd.
         let mut table = Table::new(3);
-        table.job.place_is_free(ProcessId(2), "it ended".to_owned());
+        table.job.place_is_free(EndedProcess::at(2, 2));
         assert_eq!(table.job.epochs.phase(), &EpochPhase::Gathering);
         table.join(0, "");
         assert_eq!(errors(table.said()), [(10, ended(2))]);
@@ -641,7 +666,7 @@ mod tests {
         let mut table = Table::new(3);
         table.join(0, "");
         table.join(1, "");
-        table.job.place_is_free(ProcessId(0), "it ended".to_owned());
+        table.job.place_is_free(EndedProcess::at(0, 0));
         assert_eq!(errors(table.said()), []);
         table.job.closed(10, "its connection was closed");
         assert_eq!(errors(table.said()), [(11, ended(0))]);
@@ -650,7 +675,7 @@ mod tests {
         let mut table = Table::new(2);
         table.join(1, "");
         table.job.owner_starts(1);
-        table.job.place_is_free(ProcessId(0), "it ended".to_owned());
+        table.job.place_is_free(EndedProcess::at(0, 0));
         assert_eq!(errors(table.said()), []);
         table.job.owner_starts(0);
         assert_eq!(errors(table.said()), [(11, ended(0))]);

@@ -60,6 +60,7 @@ impl Epochs {
                     number: process,
                     part,
                     since: heir.since,
+                    has_ended: false,
                 },
             );
         }

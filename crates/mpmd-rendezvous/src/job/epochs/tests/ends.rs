@@ -138,3 +138,53 @@ fn others_hear_once_that_their_epoch_is_over() {
     table.leave(20, true);
     assert_eq!(table.told_over(), []);
 }
+
+/// The launcher sees a process end that has left its epoch and has not joined the next one. No
+/// connection tells the service so.
+#[test]
+fn place_of_a_process_that_ends_between_two_epochs_is_free_at_once() {
+    let spare_has_it = [(20, 0, 2), (21, 1, 2), (90, 2, 2)];
+
+    // While the next epoch gathers.
+    let mut table = Table::running();
+    table.leave(12, true);
+    table.leave(10, true);
+    table.join(2, 0);
+    table.join_as(90, 1, 5);
+    table.leave(11, true);
+    table.join(2, 1);
+    assert_eq!((table.job.epochs.wanted(), table.joined()), (0, vec![]));
+    table.job.place_is_free(EndedProcess::at(2, 2));
+    assert_eq!(table.joined(), spare_has_it);
+
+    // While the epoch that it has left still runs.
+    let mut table = Table::running();
+    table.leave(12, true);
+    table.job.place_is_free(EndedProcess::at(2, 2));
+    assert_eq!(table.job.epochs.wanted(), 1);
+    table.join_as(90, 1, 5);
+    [10, 11]
+        .into_iter()
+        .for_each(|link| table.leave(link, true));
+    [0, 1].into_iter().for_each(|place| table.join(2, place));
+    assert_eq!(table.joined(), spare_has_it);
+
+    // Before the service has read that it leaves.
+    let mut table = Table::running();
+    table.job.place_is_free(EndedProcess::at(2, 2));
+    table.leave(12, true);
+    assert_eq!(table.job.epochs.wanted(), 1);
+    table.join_as(90, 1, 5);
+    [10, 11]
+        .into_iter()
+        .for_each(|link| table.leave(link, true));
+    [0, 1].into_iter().for_each(|place| table.join(2, place));
+    assert_eq!(table.joined(), spare_has_it);
+
+    // The place that it had once is another's now.
+    table.job.place_is_free(EndedProcess::at(2, 2));
+    assert_eq!(
+        (table.job.epochs.wanted(), table.job.epochs.present()),
+        (0, 3)
+    );
+}

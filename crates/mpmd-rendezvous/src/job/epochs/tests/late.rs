@@ -9,7 +9,7 @@ fn spare_takes_the_place_of_a_process_that_never_joins() {
     table.join(1, 1);
     table.join(1, 7);
     assert_eq!(table.joined(), []);
-    table.job.place_is_free(ProcessId(2), "it ended".to_owned());
+    table.job.place_is_free(EndedProcess::at(2, 2));
     assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (17, 2, 1)]);
 }
 
