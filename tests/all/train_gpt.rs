@@ -607,7 +607,7 @@ fn elastic_training_keeps_its_losses_as_processes_go_and_come() {
         .map(|command| command.wait(Instant::now() + LONG).unwrap());
     let ends: Vec<_> = ends.collect();
     assert_eq!(ends[0].code(), 0, "{ends:?}");
-    // That of a command whose process was killed is 1.
+    // A command whose process was killed ends with 1.
     assert!(
         ends.iter().all(|end| [0, 1].contains(&end.code())),
         "{ends:?}"

@@ -1,7 +1,7 @@
 """What llama.cpp takes for the prompts and replies that `mpmd bench model` measures: a Llama of
 124 million random weights, computed on the host's processors. Prints the same lines.
 
-    python llama_model.py [--half] [--threads N] [--repeats N] [--clients 1,8,16,64]
+    python llama_model.py [--half] [--threads N] [--repeats N] [--clients 1,8]
 """
 
 import argparse
@@ -137,8 +137,8 @@ def main():
     options = argparse.ArgumentParser()
     options.add_argument("--half", action="store_true")
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--clients", default="1,8,16,64")
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--clients", default="1,8")
     options = options.parse_args()
     clients = [int(count) for count in options.clients.split(",")]
 

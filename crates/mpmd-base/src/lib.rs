@@ -1,6 +1,6 @@
-//! Numbers of processes and devices, the one module through which the framework blocks, byte counts
-//! as text, deadlines, the environment variables, widths of vectors, files that a user names, and
-//! the meaning of a repeated signal.
+//! Small things that every crate needs: numbers of processes and devices, the one module through
+//! which the framework blocks, deadlines, environment variables, widths of vectors. Also byte
+//! counts as text, output files that a user names, and the meaning of a repeated signal.
 //!
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 

@@ -1,4 +1,4 @@
-//! Files that a user names and that get a new content in one step.
+//! Output files that a user names. They get their new content in one step.
 
 use std::fs::{self, File, Metadata};
 use std::io::{self, ErrorKind, Seek as _, Write as _};

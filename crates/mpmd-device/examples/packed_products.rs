@@ -6,11 +6,14 @@
 //! cargo run --release -p mpmd-device --example packed_products -- [THREADS] [MIB] [REPEATS]
 //! ```
 
+mod median;
+
 use std::hint::black_box;
 use std::thread;
-use std::time::Instant;
 
 use mpmd_device::cpu::packed::{PANEL, PackedWeight};
+
+use median::median;
 
 /// Columns of the weight: the width of a small model.
 const COLUMNS: usize = 2048;
@@ -96,18 +99,4 @@ fn read_all(words: &[u64], threads: usize) {
             scope.spawn(move || black_box(part.iter().fold(0, |all, word| all ^ word)));
         }
     });
-}
-
-/// Returns the median time of `work` in seconds, after one call that is not counted.
-fn median(repeats: usize, mut work: impl FnMut()) -> f64 {
-    work();
-    let mut seconds: Vec<f64> = (0..repeats)
-        .map(|_| {
-            let start = Instant::now();
-            work();
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    seconds.sort_by(f64::total_cmp);
-    seconds[seconds.len() / 2]
 }

@@ -5,9 +5,11 @@
 //! cargo run --release -p mpmd-device --example paged_attention -- [REPEATS]
 //! ```
 
-use std::time::Instant;
+mod median;
 
 use mpmd_device::cpu::paged::{BLOCK, KeyValueBlocks, Query, Scores};
+
+use median::median;
 
 const HEADS: usize = 12;
 const DIM: usize = 64;
@@ -63,18 +65,4 @@ fn attend(keys: &KeyValueBlocks, table: &[u32], first: usize, tokens: usize) {
     for head in 0..HEADS {
         keys.attend(head, table, &queries, scores, &mut out);
     }
-}
-
-/// Returns the median time of `work` in seconds, after one call that is not counted.
-fn median(repeats: usize, mut work: impl FnMut()) -> f64 {
-    work();
-    let mut seconds: Vec<f64> = (0..repeats)
-        .map(|_| {
-            let start = Instant::now();
-            work();
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    seconds.sort_by(f64::total_cmp);
-    seconds[seconds.len() / 2]
 }

@@ -90,7 +90,24 @@ const fn training(processes: &'static str) -> [&'static str; 8] {
     ]
 }
 
-/// All measurements. Each takes a few seconds.
+/// The arguments that measure a model. The peer's script measures the same by default.
+const MODEL: [&str; 7] = [
+    "bench",
+    "model",
+    "--json",
+    "--repeats",
+    "3",
+    "--clients",
+    "1,8",
+];
+const MODEL_IN_HALF: [&str; 8] = {
+    let [bench, model, json, repeats, count, clients, counts] = MODEL;
+    [
+        bench, model, json, repeats, count, clients, counts, "--half",
+    ]
+};
+
+/// All measurements. Most take a few seconds, those of a model of 124 million parameters a minute.
 pub(super) const SET: &[Measurement] = &[
     Measurement {
         name: "dispatch",
@@ -288,44 +305,25 @@ pub(super) const SET: &[Measurement] = &[
     Measurement {
         name: "model",
         program: "mpmd",
-        arguments: &[
-            "bench",
-            "model",
-            "--json",
-            "--repeats",
-            "3",
-            "--clients",
-            "1,8",
-        ],
+        arguments: &MODEL,
         figures: &[
             rate("a prompt of 512 tokens, f32", "prompt", "512 tokens"),
             rate("replies to 1 client, f32", "replies", "1 clients"),
             rate("replies to 8 clients, f32", "replies", "8 clients"),
         ],
-        peer: Some(Peer::LlamaCpp {
-            arguments: &["--repeats", "3", "--clients", "1,8"],
-        }),
+        peer: Some(Peer::LlamaCpp { arguments: &[] }),
     },
     Measurement {
         name: "model-half",
         program: "mpmd",
-        arguments: &[
-            "bench",
-            "model",
-            "--json",
-            "--repeats",
-            "3",
-            "--clients",
-            "1,8",
-            "--half",
-        ],
+        arguments: &MODEL_IN_HALF,
         figures: &[
             rate("a prompt of 512 tokens, bf16", "prompt", "512 tokens"),
             rate("replies to 1 client, bf16", "replies", "1 clients"),
             rate("replies to 8 clients, bf16", "replies", "8 clients"),
         ],
         peer: Some(Peer::LlamaCpp {
-            arguments: &["--repeats", "3", "--clients", "1,8", "--half"],
+            arguments: &["--half"],
         }),
     },
 ];

@@ -35,7 +35,7 @@ pub(crate) struct ModelArgs {
     #[arg(long)]
     half: bool,
     /// Measure steps of training, in place of prompts and replies.
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["half", "prompt", "reply", "clients"])]
     train: bool,
     /// Number of tokens in the prompt that is measured.
     #[arg(long, default_value_t = 512)]

@@ -8,6 +8,7 @@ use futures::executor::block_on;
 use futures::future::try_join_all;
 use mpmd_base::ProcessId;
 use mpmd_core::prelude::Program;
+use mpmd_device::cpu::paged::BLOCK;
 use mpmd_models::{Folder, MOST_TOKENS, Room, Sampling, Stages};
 use mpmd_serve::{
     Engine, QueueLimits, ReplyEvent, ReplyStream, RequestQueue, SchedulerSizes, Serving,
@@ -19,8 +20,6 @@ use crate::case::Case;
 
 /// Number of tokens in the prompts of replies.
 const SHORT: usize = 16;
-/// Number of tokens in a block of the key/value cache.
-const BLOCK: usize = 16;
 
 /// Serves the measured requests. Returns the cases on process 0, and none on others.
 pub(super) fn run(p: &mut Program, folder: &Folder, args: &ModelArgs) -> Result<Vec<Case>> {
@@ -42,9 +41,13 @@ pub(super) fn run(p: &mut Program, folder: &Folder, args: &ModelArgs) -> Result<
     let mut serving = Serving::start(p, &mut inference, args.stages, Some(&mut engine))?;
 
     // The client leaves when the engine ends, since its replies then fail.
-    let of_client = args.clone();
+    let client = BenchClient {
+        queue: queue.clone(),
+        vocabulary: folder.config().vocab_size,
+        args: args.clone(),
+    };
     let client = thread::spawn(move || {
-        let measured = measure(&queue, &of_client);
+        let measured = client.measure();
         queue.drain();
         measured
     });
@@ -78,77 +81,92 @@ fn sizes(args: &ModelArgs) -> SchedulerSizes {
     }
 }
 
-/// Sends the requests, and returns the measured cases.
-fn measure(queue: &RequestQueue, args: &ModelArgs) -> Result<Vec<Case>> {
-    let mut cases = Vec::new();
-    let repeats = args.options.repeats;
-    let samples = samples(repeats, |round| prompt_rate(queue, args.prompt, round))?;
-    cases.push(Case {
-        name: "prompt",
-        parameters: format!("{} tokens", args.prompt),
+/// The client that sends the measured requests.
+struct BenchClient {
+    queue: RequestQueue,
+    /// Number of tokens that the model knows.
+    vocabulary: usize,
+    args: ModelArgs,
+}
+
+impl BenchClient {
+    /// Sends the requests, and returns the measured cases.
+    fn measure(&self) -> Result<Vec<Case>> {
+        let mut cases = Vec::new();
+        let prompt = self.args.prompt;
+        let samples = self.samples(|round| self.prompt_rate(round))?;
+        cases.push(rate_of("prompt", format!("{prompt} tokens"), samples));
+        for &clients in &self.args.clients {
+            let samples = self.samples(|round| self.reply_rate(clients, round))?;
+            cases.push(rate_of("replies", format!("{clients} clients"), samples));
+        }
+        Ok(cases)
+    }
+
+    /// Measures as often as asked, after one measurement that finds new memory.
+    fn samples(&self, mut one: impl FnMut(usize) -> Result<f64>) -> Result<Vec<f64>> {
+        one(0)?;
+        (1..=self.args.options.repeats).map(one).collect()
+    }
+
+    /// Returns the rate of a prompt in tokens per second, up to the first token of its reply.
+    fn prompt_rate(&self, round: usize) -> Result<f64> {
+        let tokens = self.args.prompt;
+        let start = Instant::now();
+        let stream = self.queue.submit(self.request(tokens, 1, round))?;
+        let times = block_on(token_times(stream, start))?;
+        Ok(tokens as f64 / times[0].as_secs_f64())
+    }
+
+    /// Returns the rate of the replies to `clients` in tokens per second, from the time when all
+    /// have their first token.
+    fn reply_rate(&self, clients: usize, round: usize) -> Result<f64> {
+        let start = Instant::now();
+        let request = |client| self.request(SHORT, self.args.reply, round * clients + client);
+        let streams = self.queue.submit_all((0..clients).map(request).collect())?;
+        let replies = streams
+            .into_iter()
+            .map(|stream| token_times(stream, start))
+            .collect::<Vec<_>>();
+        let replies = block_on(try_join_all(replies))?;
+
+        let begin = replies.iter().map(|times| times[0]).max();
+        let begin = begin.context("no reply")?;
+        let all = replies.iter().flatten();
+        let counted: Vec<&Duration> = all.filter(|time| **time > begin).collect();
+        let end = counted.iter().max().context("no token after the first")?;
+        Ok(counted.len() as f64 / (**end - begin).as_secs_f64())
+    }
+
+    /// Returns a request with a prompt that begins with `number`, so that no block of it is known
+    /// from another one.
+    fn request(&self, prompt: usize, max_tokens: usize, number: usize) -> TextRequest {
+        let token = |at: usize| {
+            let value = match at {
+                0 => number,
+                1 => number / self.vocabulary,
+                at => at * 104_729 + prompt,
+            };
+            (value % self.vocabulary) as u32
+        };
+        TextRequest {
+            prompt: (0..prompt).map(token).collect(),
+            max_tokens,
+            sampling: Sampling::default(),
+            ends: Vec::new(),
+            logprobs: None,
+        }
+    }
+}
+
+/// Returns a case of rates in tokens per second.
+fn rate_of(name: &'static str, parameters: String, samples: Vec<f64>) -> Case {
+    Case {
+        name,
+        parameters,
         unit: "tokens/s",
         samples,
         beside: None,
-    });
-
-    for &clients in &args.clients {
-        let samples = self::samples(repeats, |round| {
-            reply_rate(queue, clients, args.reply, round)
-        })?;
-        cases.push(Case {
-            name: "replies",
-            parameters: format!("{clients} clients"),
-            unit: "tokens/s",
-            samples,
-            beside: None,
-        });
-    }
-    Ok(cases)
-}
-
-/// Measures `repeats` times, after one measurement that finds new memory.
-fn samples(repeats: usize, mut one: impl FnMut(usize) -> Result<f64>) -> Result<Vec<f64>> {
-    one(0)?;
-    (1..=repeats).map(one).collect()
-}
-
-/// Returns the rate of a prompt in tokens per second, up to the first token of its reply.
-fn prompt_rate(queue: &RequestQueue, tokens: usize, round: usize) -> Result<f64> {
-    let start = Instant::now();
-    let stream = queue.submit(request(tokens, 1, round))?;
-    let times = block_on(token_times(stream, start))?;
-    Ok(tokens as f64 / times[0].as_secs_f64())
-}
-
-/// Returns the rate of `clients` replies in tokens per second, from the time when all have their
-/// first token.
-fn reply_rate(queue: &RequestQueue, clients: usize, tokens: usize, round: usize) -> Result<f64> {
-    let start = Instant::now();
-    let requests = (0..clients).map(|client| request(SHORT, tokens, round * clients + client));
-    let streams = queue.submit_all(requests.collect())?;
-    let replies = streams
-        .into_iter()
-        .map(|stream| token_times(stream, start))
-        .collect::<Vec<_>>();
-    let replies = block_on(try_join_all(replies))?;
-
-    let begin = replies.iter().map(|times| times[0]).max();
-    let begin = begin.context("no reply")?;
-    let all = replies.iter().flatten();
-    let counted: Vec<&Duration> = all.filter(|time| **time > begin).collect();
-    let end = counted.iter().max().context("no token after the first")?;
-    Ok(counted.len() as f64 / (**end - begin).as_secs_f64())
-}
-
-/// Returns a request with a prompt that no other one has, so that none is known already.
-fn request(prompt: usize, max_tokens: usize, seed: usize) -> TextRequest {
-    let token = |at: usize| ((seed * 7919 + at * 104_729 + prompt) % 1000) as u32;
-    TextRequest {
-        prompt: (0..prompt).map(token).collect(),
-        max_tokens,
-        sampling: Sampling::default(),
-        ends: Vec::new(),
-        logprobs: None,
     }
 }
 

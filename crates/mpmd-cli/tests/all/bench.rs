@@ -288,3 +288,39 @@ fn job_with_another_transport_is_refused() {
 fn probe_of_a_cpu_is_refused() {
     assert!(complaint(&["probe"]).contains("add --device cuda"));
 }
+
+#[test]
+fn model_is_measured_in_one_process_and_in_several() {
+    let grouped = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../mpmd-models/tests/folders/grouped"
+    );
+    let of = |more: &str| {
+        let mut args = vec!["model", "--model", grouped, "--repeats", "2", "--json"];
+        args.extend(more.split_whitespace());
+        lines(&bench(&args))
+    };
+    let parameters = |lines: &[Value]| -> Vec<String> {
+        lines.iter().for_each(|line| assert_measured(line, 2));
+        let each = lines.iter().map(|line| line["parameters"].to_string());
+        each.collect()
+    };
+    let expected = [r#""8 tokens""#, r#""1 clients""#, r#""5 clients""#];
+    for more in ["", "--stages 2", "--stages 2 --processes 2 --half"] {
+        let said = of(&format!("--prompt 8 --reply 3 --clients 1,5 {more}"));
+        assert_eq!(parameters(&said), expected, "{more}");
+    }
+    let said = of("--train --stages 2 --processes 2");
+    assert_eq!(parameters(&said), [r#""4 microbatches of 256 tokens""#]);
+
+    let said = complaint(&["model", "--stages", "2", "--processes", "3"]);
+    assert!(
+        said.contains("--processes: expected 1 or --stages"),
+        "{said}"
+    );
+    let said = complaint(&["model", "--train", "--half"]);
+    assert!(
+        said.contains("--half") && said.contains("--train"),
+        "{said}"
+    );
+}

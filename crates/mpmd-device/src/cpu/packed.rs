@@ -257,6 +257,7 @@ fn blocks<T: WeightElement, const TILE: usize, const LANES: usize, const FUSED: 
     out: &mut [f32],
 ) {
     let m = x.len() / columns.max(1);
+    let mut unpacked = [[0.0; LANES]; COLUMNS];
     for rows in (0..m).step_by(ROWS).map(|start| start..m.min(start + ROWS)) {
         // Few rows of `x` stay in the cache as a whole.
         let run = if m * columns <= FEW_VALUES {
@@ -283,7 +284,7 @@ fn blocks<T: WeightElement, const TILE: usize, const LANES: usize, const FUSED: 
                         stride: columns,
                     };
                     let (out, _) = out.as_chunks_mut::<PANEL>();
-                    tiles::<T, TILE, LANES, FUSED>(&block, &x, rows.clone(), out);
+                    tiles::<T, TILE, LANES, FUSED>(&block, &x, rows.clone(), &mut unpacked, out);
                 }
             }
         }
@@ -306,18 +307,18 @@ struct XColumns<'a> {
 }
 
 /// Multiplies the rows `rows` of `x` by a block, in tiles of about the same number of rows.
+/// `unpacked` is scratch memory.
 #[inline(always)]
 fn tiles<T: WeightElement, const TILE: usize, const LANES: usize, const FUSED: bool>(
     block: &PanelBlock<'_, T>,
     x: &XColumns<'_>,
     rows: Range<usize>,
+    unpacked: &mut [[f32; LANES]; COLUMNS],
     out: &mut [[f32; PANEL]],
 ) {
     let count = rows.len().div_ceil(TILE);
     // The whole of the next block is fetched while this one is multiplied.
     let mut ahead = Ahead::new(block, count * PANEL / LANES);
-    let mut unpacked = [[0.0; LANES]; COLUMNS];
-
     for part in 0..PANEL / LANES {
         let columns = block.columns.iter().map(|weights| {
             let (parts, _) = weights.as_chunks::<LANES>();
@@ -431,7 +432,7 @@ impl Ahead {
     fn new<T>(block: &PanelBlock<'_, T>, tiles: usize) -> Self {
         Self {
             next: block.next,
-            step: size_of::<[T; PANEL]>() / tiles,
+            step: size_of::<[T; PANEL]>().div_ceil(tiles),
         }
     }
 

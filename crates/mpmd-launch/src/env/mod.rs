@@ -66,8 +66,7 @@ pub struct JobEnv {
     pub local_process: Option<usize>,
     /// The address of the rendezvous service, in the form `host:port`.
     pub coordinator: String,
-    /// The variable that gives `coordinator`, or the launcher from whose variables it follows, for
-    /// messages.
+    /// The source of `coordinator`, for messages: a variable, or a launcher's variables.
     pub coordinator_source: String,
     /// True if the launcher runs the rendezvous service; otherwise process 0 must run it.
     pub hosted: bool,

@@ -1,4 +1,4 @@
-//! What `finetune` says about texts that are too short, and about a model that it does not keep.
+//! Messages of `finetune` about texts that are too short, and about a model that it does not keep.
 
 use std::fs;
 use std::process::Output;
