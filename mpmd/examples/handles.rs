@@ -1,7 +1,7 @@
 //! One array on four processes. Each says what it did to move it, and the sum comes back:
 //!
 //! ```sh
-//! cargo run --release -p mpmd --example handles
+//! cargo run --profile quick -p mpmd --example handles
 //! ```
 
 use mpmd::prelude::*;
