@@ -113,6 +113,11 @@ impl PromptEncoder {
         &self.tokenizer
     }
 
+    /// Returns the reason why the folder has no usable chat template, if it has none.
+    pub fn template_fault(&self) -> Option<&Error> {
+        self.templates.as_ref().err().map(|why| &**why)
+    }
+
     /// Returns the keys of messages that nothing reads, each with the index of its message. They
     /// change no prompt. Empty without a chat template.
     pub fn unread_keys(&self, conversation: &Conversation) -> Vec<(usize, String)> {

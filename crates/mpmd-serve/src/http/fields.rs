@@ -33,7 +33,7 @@ impl<'a> Fields<'a> {
     pub(super) fn conversation(&mut self) -> Result<Conversation, HttpFailure> {
         let messages = self.fields.remove("messages").unwrap_or_default();
         self.fields.remove("chat_template_kwargs");
-        if messages.is_null() {
+        if messages.is_null() || messages.as_array().is_some_and(Vec::is_empty) {
             let why = "expected a list of messages, found none";
             return Err(HttpFailure::field("messages", why));
         }
@@ -119,7 +119,7 @@ impl<'a> Fields<'a> {
             Some((name, value)) => {
                 let found: String = value.to_string().chars().take(SHOWN).collect();
                 let name: String = name.chars().take(SHOWN).collect();
-                let why = format!("not supported by this server: {found}");
+                let why = format!("not supported by this server, leave it out: {found}");
                 Err(HttpFailure::field(name, why).code("unsupported_parameter"))
             }
         }

@@ -3,12 +3,14 @@
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
 use axum::http::StatusCode;
-use mpmd_models::{Conversation, Day};
+use mpmd_models::{Conversation, Day, PromptFault};
 
 use super::failure::HttpFailure;
 use super::fields::{Fields, SHOWN};
 use super::prompt_list::{NamedPrompt, prompts};
-use super::request_settings::{TokenLimit, WantedSampling, logprobs, stop_tokens, stops, usage};
+use super::request_settings::{
+    TokenLimit, TokenSpace, WantedSampling, logprobs, stop_tokens, stops, usage,
+};
 use crate::model::Model;
 use crate::request::TextRequest;
 
@@ -84,9 +86,14 @@ impl ParsedRequest {
                 let why = format!("{} tokens; {}", prompt.len(), length_limit(model.positions));
                 return Err(HttpFailure::field(name, why).code("context_length_exceeded"));
             }
-            let most = room.min(limits.tokens.unwrap_or(usize::MAX));
+            let space = TokenSpace {
+                prompt: prompt.len(),
+                room,
+                option: limits.tokens,
+                positions: model.positions,
+            };
             let request = TextRequest {
-                max_tokens: limit.behind(prompt.len(), most, form, model.positions)?,
+                max_tokens: limit.within(&space, form)?,
                 prompt,
                 sampling: sampling.next(),
                 ends: ends.clone(),
@@ -186,6 +193,11 @@ fn chat_tokens(
         return Err(HttpFailure::field(format!("messages[{at}].{key}"), why));
     }
     let prompt = model.prompts.rendered(conversation, day).map_err(|why| {
+        // The reason names a path of the server, which the log has.
+        if let PromptFault::NoTemplate(_) = why {
+            let why = "this model has no usable chat template: use /v1/completions";
+            return HttpFailure::field("messages", why);
+        }
         let message = why.message();
         let field = message.map_or("messages".to_owned(), |at| format!("messages[{at}]"));
         HttpFailure::field(field, why)
@@ -274,9 +286,52 @@ mod tests {
             std::fs::copy(from.join(file), folder.path().join(file)).unwrap();
         }
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
-        let opened = Folder::open(folder.path()).unwrap();
+        model_of(folder.path())
+    }
+
+    fn model_of(folder: &Path) -> Model {
+        let opened = Folder::open(folder).unwrap();
         let prompts = PromptEncoder::of(&opened).unwrap();
         Model::of(&opened, prompts, None, POSITIONS).unwrap()
+    }
+
+    /// Returns the code and the text of the error for a chat.
+    fn refusal(model: &Model, limits: RequestLimits, body: &Value) -> (String, String) {
+        let body = body.to_string();
+        let failed = ParsedRequest::of(body.as_bytes(), ReplyForm::Chat, model, limits);
+        let error = failed.err().expect("it is refused").body();
+        let text = |key: &str| error["error"][key].as_str().unwrap_or_default().to_owned();
+        (text("code"), text("message"))
+    }
+
+    #[test]
+    fn limit_of_the_server_is_no_limit_of_the_model() {
+        let limits = RequestLimits {
+            tokens: Some(9),
+            ..LIMITS
+        };
+        let body = |tokens: usize| {
+            let messages = json!([{ "role": "user", "content": "x" }]);
+            json!({ "messages": messages, "max_tokens": tokens })
+        };
+        let (code, text) = refusal(&model(), limits, &body(10));
+        assert_eq!(code, "");
+        assert!(text.contains("at most 9 new tokens, found 10"), "{text}");
+        let (code, text) = refusal(&model(), LIMITS, &body(POSITIONS));
+        assert_eq!(code, "context_length_exceeded");
+        assert!(text.contains("`max_model_len`"), "{text}");
+    }
+
+    #[test]
+    fn model_without_a_template_names_no_path_of_the_server() {
+        let plain = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let model = model_of(&plain.join("../mpmd-models/tests/folders/plain"));
+        let body = json!({ "messages": [{ "role": "user", "content": "x" }] });
+        let (_, text) = refusal(&model, LIMITS, &body);
+        assert_eq!(
+            text,
+            "messages: this model has no usable chat template: use /v1/completions"
+        );
     }
 
     #[test]

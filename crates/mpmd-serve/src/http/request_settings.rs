@@ -65,27 +65,44 @@ impl TokenLimit {
         Ok(limit)
     }
 
-    /// Returns the largest number of new tokens behind a prompt of `given` tokens. `most` is the
-    /// number that the server allows there.
-    pub(super) fn behind(
-        &self,
-        given: usize,
-        most: usize,
-        form: ReplyForm,
-        positions: usize,
-    ) -> Result<usize, HttpFailure> {
+    /// Returns the largest number of new tokens. Fails if the request wants more than `space` has.
+    pub(super) fn within(&self, space: &TokenSpace, form: ReplyForm) -> Result<usize, HttpFailure> {
+        let most = space.room.min(space.option.unwrap_or(usize::MAX));
         match self.tokens {
             WantedTokens::Default if form == ReplyForm::Completion => Ok(most.min(COMPLETION)),
             WantedTokens::Default | WantedTokens::All => Ok(most),
             WantedTokens::Most(limit) if limit <= most => Ok(limit),
-            WantedTokens::Most(limit) => {
-                let why = format!(
-                    "expected at most {most} behind a prompt of {given} tokens, found {limit}; {}",
-                    length_limit(positions)
-                );
-                Err(HttpFailure::field(self.field, why).code("context_length_exceeded"))
-            }
+            WantedTokens::Most(limit) => Err(space.lacks(self.field, limit)),
         }
+    }
+}
+
+/// The number of new tokens that a server allows behind a prompt.
+pub(super) struct TokenSpace {
+    /// Number of tokens in the prompt.
+    pub(super) prompt: usize,
+    /// Number of tokens that the model takes behind the prompt.
+    pub(super) room: usize,
+    /// The server's own limit for a reply, `--max-tokens`. `None` without one.
+    pub(super) option: Option<usize>,
+    /// Largest number of tokens of a prompt and its reply.
+    pub(super) positions: usize,
+}
+
+impl TokenSpace {
+    /// Returns the error for a request that wants `limit` tokens by the field `field`.
+    fn lacks(&self, field: &'static str, limit: usize) -> HttpFailure {
+        if let Some(most) = self.option.filter(|most| *most <= self.room) {
+            let why = format!("this server allows at most {most} new tokens, found {limit}");
+            return HttpFailure::field(field, why);
+        }
+        let why = format!(
+            "expected at most {} behind a prompt of {} tokens, found {limit}; {}",
+            self.room,
+            self.prompt,
+            length_limit(self.positions)
+        );
+        HttpFailure::field(field, why).code("context_length_exceeded")
     }
 }
 
