@@ -38,6 +38,31 @@ blas! {
     }
 }
 
+/// Defines functions that would draw `count` numbers. They fail: programs that can draw them are
+/// linked, and no test does.
+macro_rules! draws {
+    ($($name:ident of $value:ty, $($shape:ident)*;)*) => {$(
+        blas! {
+            /// Fails, since this library draws no numbers.
+            fn $name(generator: Handle, out: u64, count: usize $(, $shape: $value)*) {
+                let _ = (out, count $(, $shape)*);
+                known(generator)?;
+                Err(LAUNCH_FAILURE)
+            }
+        }
+    )*};
+}
+
+draws! {
+    curandGenerateUniform of f32,;
+    curandGenerateUniformDouble of f64,;
+    curandGenerateNormal of f32, mean deviation;
+    curandGenerateNormalDouble of f64, mean deviation;
+}
+
+/// `CURAND_STATUS_LAUNCH_FAILURE`.
+const LAUNCH_FAILURE: Code = Code(201);
+
 /// Fails with `CURAND_STATUS_NOT_INITIALIZED` if the handle is not that of a generator.
 fn known(generator: Handle) -> crate::error::Result {
     if generator == GENERATOR {
