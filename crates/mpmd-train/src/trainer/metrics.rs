@@ -26,10 +26,13 @@ pub(super) struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// Opens the file. If `append` is true, keeps its lines. Returns an error if the file has
-    /// something else than metrics, which would be lost.
+    /// Opens the file. If `append` is true, keeps its lines. Otherwise a file with lines gets
+    /// another name, since they are those of another training. Returns an error if the file has
+    /// something else than metrics.
     pub(super) fn open(path: &Path, append: bool) -> Result<Self> {
-        check_content(path)?;
+        if check_content(path)? && !append {
+            move_away(path).map_err(|error| unwritable(path, &error))?;
+        }
         let mut options = OpenOptions::new();
         options.create(true).write(true);
         let options = if append {
@@ -168,12 +171,12 @@ impl MetricsFile {
     }
 }
 
-/// Returns an error if a file exists and does not begin with a line of metrics.
-fn check_content(path: &Path) -> Result<()> {
+/// Returns true if a file has lines of metrics. Returns an error if it begins with something else.
+fn check_content(path: &Path) -> Result<bool> {
     let is_file = std::fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() > 0);
     if !is_file {
         // There is none, or it is a pipe.
-        return Ok(());
+        return Ok(false);
     }
     let mut start = Vec::new();
     let file = File::open(path).map_err(|error| unwritable(path, &error))?;
@@ -186,12 +189,31 @@ fn check_content(path: &Path) -> Result<()> {
         .unwrap_or_default();
     let line: Option<serde_json::Value> = serde_json::from_slice(first).ok();
     match line.is_some_and(|line| line.get("step").is_some()) {
-        true => Ok(()),
+        true => Ok(true),
         false => Err(Error::Environment(format!(
             "cannot write the metrics to {}: it has something else than metrics",
             path.display()
         ))),
     }
+}
+
+/// Renames the file at `path`, links followed, to the first free one of `FILE.1`, `FILE.2` and so
+/// on.
+fn move_away(path: &Path) -> std::io::Result<()> {
+    let path = path.canonicalize()?;
+    let numbered = |number: u64| {
+        let mut name = path.clone().into_os_string();
+        name.push(format!(".{number}"));
+        PathBuf::from(name)
+    };
+    let free = (1..).map(numbered).find(|name| !name.exists());
+    let Some(free) = free else { return Ok(()) };
+    std::fs::rename(&path, &free)?;
+    say(&format!(
+        "metrics: {} has the lines of an earlier training",
+        free.display()
+    ));
+    Ok(())
 }
 
 /// Returns the field `seconds` of the last step or evaluation in the file's text, or 0.
@@ -243,6 +265,27 @@ mod tests {
         }
         std::fs::write(&path, "").unwrap();
         assert!(MetricsFile::open(&path, false).is_ok());
+    }
+
+    #[test]
+    fn lines_of_another_training_are_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let text = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+        for step in 1..=3 {
+            MetricsFile::open(&path, false)
+                .unwrap()
+                .line(&json!({ "step": step }));
+        }
+        assert_eq!(text("metrics.jsonl"), "{\"step\":3}\n");
+        assert_eq!(text("metrics.jsonl.1"), "{\"step\":1}\n");
+        assert_eq!(text("metrics.jsonl.2"), "{\"step\":2}\n");
+
+        MetricsFile::open(&path, true)
+            .unwrap()
+            .line(&json!({ "step": 4 }));
+        assert_eq!(text("metrics.jsonl"), "{\"step\":3}\n{\"step\":4}\n");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3);
     }
 
     #[test]

@@ -107,10 +107,11 @@ impl<'a> Run<'a> {
         self
     }
 
-    /// Makes process 0 write a line of JSON for each step and evaluation to `file`. Overwrites the
-    /// file if the model is new, and appends to it otherwise. After [`Trainer::resume`], removes
-    /// the lines of steps that are repeated. If a line cannot be written later, as on a full disk,
-    /// it is skipped, with one warning.
+    /// Makes process 0 write a line of JSON for each step and evaluation to `file`. If the model is
+    /// new, begins a new file, and an older one is renamed to `FILE.1`, or the next free number.
+    /// Otherwise appends to the file. After [`Trainer::resume`], removes the lines of steps that
+    /// are repeated. If a line cannot be written later, as on a full disk, it is skipped, with one
+    /// warning.
     ///
     /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` and `tokens`. `seconds` is
     /// the time of all runs in the file, and `tokens` is the step's weight. An evaluation has
