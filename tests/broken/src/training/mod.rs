@@ -95,9 +95,10 @@ struct Folder {
 impl Folder {
     fn new(p: &mut Program) -> Result<Self> {
         let name = format!("mpmd-broken-{}", std::process::id());
-        let folder = std::env::temp_dir();
-        let path = p.broadcast_value(ProcessId(0), folder.clone(), || Ok(folder.join(name)))?;
-        let is_first = p.process() == ProcessId(0);
+        let path = std::env::temp_dir().join(name);
+        let path = p.broadcast_value(ProcessId(0), path.clone(), || Ok(path))?;
+        // A dry run has no folder of its own, and removes nothing.
+        let is_first = p.process() == ProcessId(0) && !p.is_dry_run();
         Ok(Self { path, is_first })
     }
 
