@@ -43,7 +43,7 @@ pub(crate) struct ModelArgs {
     /// Number of tokens in each reply.
     #[arg(long, default_value_t = 64)]
     reply: usize,
-    /// The numbers of clients whose replies are computed together.
+    /// Numbers of clients that are answered at the same time.
     #[arg(long, value_delimiter = ',', default_value = "1,8,16,64")]
     clients: Vec<usize>,
 }

@@ -10,7 +10,7 @@ use serde_json::Value;
 /// Time limit of a benchmark with few repeats, after which it is killed.
 const LONG: Duration = Duration::from_secs(120);
 
-/// Variables that are removed for `mpmd`, as they may be set where the tests run.
+/// Variables of a job, which `mpmd` must not inherit from the tests.
 const SET: [&str; 5] = [
     "MPMD_RANK",
     "MPMD_WORLD_SIZE",

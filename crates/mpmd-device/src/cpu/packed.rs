@@ -27,8 +27,8 @@ const ROWS: usize = 256;
 /// is read from start to end.
 const FEW_VALUES: usize = 1 << 16;
 
-/// Largest number of tiles that read a block where it is. If there are more, the block is first
-/// copied to contiguous numbers of `f32`.
+/// Largest number of tiles that read a block in place. For more tiles the block is converted once
+/// to contiguous `f32` elements.
 const MANY_TILES: usize = 2;
 
 /// A weight `[rows, columns]` of `f32` or `bf16` elements, packed into panels of [`PANEL`] rows.

@@ -319,8 +319,8 @@ fn variables_of(pid: u32, owner: u32) -> std::io::Result<HashMap<String, String>
 }
 
 impl JobEnv {
-    /// Returns the settings of a job whose last `spares` processes are spares. Returns them
-    /// unchanged if the launcher gives a number of spares.
+    /// Makes the last `spares` processes of the job spares, unless the launcher gives a number of
+    /// spares. A dry run has none.
     ///
     /// # Errors
     ///
