@@ -340,12 +340,13 @@ impl<'a> JobServer<'a> {
     fn listen(&self, name: Option<String>, chat: &ChatArgs) -> anyhow::Result<ServerEnds> {
         let (queue, arrivals) = queue(self.settings.waiting);
         let prompts = chat.prompts(self.folder)?;
-        if let Some(why) = prompts.template_fault() {
-            say(&format!("no chats, only completions: {why}"));
-        }
+        let no_chats = prompts.template_fault().map(ToString::to_string);
         let model = Model::of(self.folder, prompts, name, self.sizes.positions)?;
         let front = Front::listen(self.settings, model, queue).map_err(front::named)?;
         let address = front.address();
+        if let Some(why) = no_chats {
+            say(&format!("no chats, only completions: {why}"));
+        }
         say(&match &self.settings.description {
             Some(description) => format!("{description} Its chat page: http://{address}/"),
             None => format!("listening on http://{address}"),

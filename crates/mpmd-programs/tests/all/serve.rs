@@ -23,7 +23,7 @@ const GUIDE: &str = include_str!("../../../../docs/guide/serve.md");
 /// A running server program.
 pub(crate) struct Serving {
     pub(crate) child: Child,
-    /// The line of output with the server's address.
+    /// Its output up to the line with its address.
     said: String,
     pub(crate) address: SocketAddr,
     pub(crate) lines: Mutex<mpsc::Receiver<String>>,
@@ -78,15 +78,21 @@ impl Serving {
                 .map_while(Result::ok)
                 .try_for_each(|line| to.send(line))
         });
-        let found = lines.recv_timeout(LONG).unwrap_or_default();
-        let address = found.split("http://").nth(1);
-        let Some(address) = address.and_then(|it| it.trim_end_matches('/').parse().ok()) else {
-            child.kill().unwrap();
-            panic!("{found}");
+        let mut said = String::new();
+        let address = loop {
+            let Ok(line) = lines.recv_timeout(LONG) else {
+                let _ = child.kill();
+                panic!("no address: {said}");
+            };
+            let address = line.split("http://").nth(1).map(str::to_owned);
+            said += &(line + "\n");
+            if let Some(address) = address {
+                break address.trim_end_matches('/').parse().unwrap();
+            }
         };
         let lines = Mutex::new(lines);
         Self {
-            said: found,
+            said,
             address,
             child,
             lines,
@@ -220,6 +226,11 @@ fn program_answers_over_one_and_several_processes() {
         &["--stages", "3", "--transport", "inproc"],
     ] {
         let serving = Serving::start("qwen3-window", args);
+        assert!(
+            serving.said.contains("no chats, only completions: "),
+            "{}",
+            serving.said
+        );
         let ask = json!({
             "prompt": prompt, "max_tokens": 64, "temperature": 0, "ignore_eos": true,
             "return_token_ids": true,
@@ -530,7 +541,7 @@ fn without_a_model_the_demonstration_model_chats() {
         let serving = Serving::start_with(args);
         let address = serving.address;
         let expected = format!("Its chat page: http://{address}/");
-        let said = &serving.said;
+        let said = serving.said.trim_end();
         assert!(
             said.starts_with("mpmd-demo is a tiny") && said.ends_with(&expected),
             "{said}"
