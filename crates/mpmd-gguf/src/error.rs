@@ -102,7 +102,11 @@ pub enum GgufError {
 #[non_exhaustive]
 pub enum GgufFlaw {
     /// The file does not begin with the letters `GGUF`.
-    #[error("it is no GGUF file: it begins with {:?}", .0.escape_ascii().to_string())]
+    #[error(
+        "it is no GGUF file: it begins with \"{}\"{}",
+        .0.escape_ascii(),
+        if .0 == b"vers" { ": a pointer of Git LFS begins so, fetch the file itself" } else { "" }
+    )]
     NotGguf(Vec<u8>),
 
     /// The file has the byte order of other machines.

@@ -20,8 +20,8 @@
 //! # }
 //! ```
 //!
-//! - [`GgufFile`]: an open file, or all parts of a split one. Opening reads headers only; values are
-//!   read by region.
+//! - [`GgufFile`]: an open file, or all parts of a split one. Opening reads headers only; values
+//!   are read by region.
 //! - [`BlockType`]: how elements are packed, with [`BlockType::decode`] and [`BlockType::encode`].
 //! - [`GgufWriter`]: writes a file.
 //!

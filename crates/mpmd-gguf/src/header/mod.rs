@@ -112,3 +112,45 @@ pub(crate) fn parse_alignment(value: &MetadataValue) -> Result<u32, GgufFlaw> {
         other => Err(GgufFlaw::Alignment(other.type_name().to_owned())),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Headers with all types of values, and one without metadata.
+    fn samples() -> Vec<Vec<u8>> {
+        vec![
+            include_bytes!("../../tests/golden/metadata.gguf").to_vec(),
+            include_bytes!("../../tests/golden/split-00001-of-00003.gguf").to_vec(),
+        ]
+    }
+
+    #[test]
+    fn fuzz_gguf_headers() {
+        mpmd_fuzz::bytes("gguf-headers", &samples(), |bytes| {
+            let size = bytes.len() as u64;
+            let Ok(header) = Header::read(bytes, size) else {
+                return;
+            };
+            let mut tensors: Vec<&TensorInfo> = header.tensors.values().collect();
+            tensors.sort_by_key(|tensor| tensor.offset);
+            let mut end = 0;
+            for tensor in tensors {
+                let range = tensor.range();
+                assert!(end <= range.start && range.end <= size, "{tensor:?}");
+                let blocks = &bytes[range.start as usize..range.end as usize];
+                let mut values = vec![0.0; tensor.elements()];
+                assert_eq!(values.len(), tensor.rows() * tensor.columns());
+                tensor.block_type().decode(blocks, &mut values);
+                end = range.end;
+            }
+
+            // What was read can be written, and is the same when it is read again.
+            let values: Vec<_> = header.values.clone().into_iter().collect();
+            let written = header_bytes(&values, &[], 1);
+            let again = Header::read(&written[..], written.len() as u64).expect("it was valid");
+            let again: Vec<_> = again.values.into_iter().collect();
+            assert_eq!(header_bytes(&again, &[], 1), written);
+        });
+    }
+}
