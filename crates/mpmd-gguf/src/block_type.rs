@@ -1,7 +1,7 @@
 //! The types of blocks that tensors consist of.
 
-/// How the elements of a tensor are packed: in blocks of a fixed number of elements and bytes, each
-/// inside one row. Named as in GGUF files.
+/// The packing of a tensor's elements: blocks of a fixed number of elements and bytes, each inside
+/// one row. The names are those of the format.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the names are those of the format")]
@@ -117,25 +117,30 @@ impl BlockType {
     }
 
     const fn facts(self) -> BlockFacts {
-        let (name, id, elements, bytes) = match self {
-            Self::F32 => ("F32", 0, 1, 4),
-            Self::F16 => ("F16", 1, 1, 2),
-            Self::BF16 => ("BF16", 30, 1, 2),
-            Self::Q4_0 => ("Q4_0", 2, 32, 18),
-            Self::Q4_1 => ("Q4_1", 3, 32, 20),
-            Self::Q5_0 => ("Q5_0", 6, 32, 22),
-            Self::Q5_1 => ("Q5_1", 7, 32, 24),
-            Self::Q8_0 => ("Q8_0", 8, 32, 34),
-            Self::Q2_K => ("Q2_K", 10, 256, 84),
-            Self::Q3_K => ("Q3_K", 11, 256, 110),
-            Self::Q4_K => ("Q4_K", 12, 256, 144),
-            Self::Q5_K => ("Q5_K", 13, 256, 176),
-            Self::Q6_K => ("Q6_K", 14, 256, 210),
-            Self::IQ4_NL => ("IQ4_NL", 20, 32, 18),
-            Self::IQ4_XS => ("IQ4_XS", 23, 256, 136),
-            Self::MXFP4 => ("MXFP4", 39, 32, 17),
-        };
-        BlockFacts {
+        match self {
+            Self::F32 => BlockFacts::new("F32", 0, 1, 4),
+            Self::F16 => BlockFacts::new("F16", 1, 1, 2),
+            Self::BF16 => BlockFacts::new("BF16", 30, 1, 2),
+            Self::Q4_0 => BlockFacts::new("Q4_0", 2, 32, 18),
+            Self::Q4_1 => BlockFacts::new("Q4_1", 3, 32, 20),
+            Self::Q5_0 => BlockFacts::new("Q5_0", 6, 32, 22),
+            Self::Q5_1 => BlockFacts::new("Q5_1", 7, 32, 24),
+            Self::Q8_0 => BlockFacts::new("Q8_0", 8, 32, 34),
+            Self::Q2_K => BlockFacts::new("Q2_K", 10, 256, 84),
+            Self::Q3_K => BlockFacts::new("Q3_K", 11, 256, 110),
+            Self::Q4_K => BlockFacts::new("Q4_K", 12, 256, 144),
+            Self::Q5_K => BlockFacts::new("Q5_K", 13, 256, 176),
+            Self::Q6_K => BlockFacts::new("Q6_K", 14, 256, 210),
+            Self::IQ4_NL => BlockFacts::new("IQ4_NL", 20, 32, 18),
+            Self::IQ4_XS => BlockFacts::new("IQ4_XS", 23, 256, 136),
+            Self::MXFP4 => BlockFacts::new("MXFP4", 39, 32, 17),
+        }
+    }
+}
+
+impl BlockFacts {
+    const fn new(name: &'static str, id: u32, elements: usize, bytes: usize) -> Self {
+        Self {
             name,
             id,
             elements,

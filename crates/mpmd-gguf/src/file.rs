@@ -27,14 +27,14 @@ pub struct GgufFile {
 
 struct Shared {
     /// The parts in order; a file that is not split has one.
-    parts: Vec<FilePart>,
+    parts: Vec<GgufPart>,
     metadata: Metadata,
     tensors: BTreeMap<String, TensorInfo>,
 }
 
 /// One file of a [`GgufFile`].
 #[derive(Debug)]
-pub(crate) struct FilePart {
+pub struct GgufPart {
     pub(crate) path: PathBuf,
     pub(crate) file: File,
     /// Length when it was opened, in bytes.
@@ -98,6 +98,7 @@ impl GgufFile {
             parts.push(opened.part);
             first_metadata.get_or_insert(opened.metadata);
         }
+
         let metadata = first_metadata.expect("a file has a part");
         if parts.len() > 1 {
             check_tensor_count(&metadata, &parts[0].path, tensors.len())?;
@@ -117,11 +118,9 @@ impl GgufFile {
         &self.shared.parts[0].path
     }
 
-    /// Iterates over the paths of the parts, and their lengths in bytes. A file that is not split
-    /// has one.
-    pub fn parts(&self) -> impl ExactSizeIterator<Item = (&Path, u64)> {
-        let parts = self.shared.parts.iter();
-        parts.map(|part| (part.path.as_path(), part.bytes))
+    /// Returns the parts in order. A file that is not split has one.
+    pub fn parts(&self) -> &[GgufPart] {
+        &self.shared.parts
     }
 
     /// Returns the metadata.
@@ -185,7 +184,7 @@ impl GgufFile {
         })
     }
 
-    pub(crate) fn part_of(&self, tensor: &TensorInfo) -> &FilePart {
+    pub(crate) fn part_of(&self, tensor: &TensorInfo) -> &GgufPart {
         &self.shared.parts[tensor.part]
     }
 }
@@ -202,14 +201,14 @@ impl fmt::Debug for GgufFile {
 
 /// A file with its header.
 struct OpenedFile {
-    part: FilePart,
+    part: GgufPart,
     metadata: Metadata,
     tensors: BTreeMap<String, TensorInfo>,
 }
 
 impl OpenedFile {
     fn open(path: &Path) -> Result<Self, GgufError> {
-        let part = FilePart::open(path)?;
+        let part = GgufPart::open(path)?;
         let header = Header::read(BufReader::new(&part.file), part.bytes);
         let header = header.map_err(|error| match error {
             HeaderError::Io(source) => io_error(path, source),
@@ -224,13 +223,24 @@ impl OpenedFile {
     }
 }
 
-impl FilePart {
+impl GgufPart {
+    /// Returns the path of the part.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the length of the part when it was opened, in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Opens a regular file.
     fn open(path: &Path) -> Result<Self, GgufError> {
         // Opening a pipe without this flag would wait for its writer.
         let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
         let file = File::options().read(true).custom_flags(flags).open(path);
         let file = file.map_err(|source| io_error(path, source))?;
+
         // From the open file: the path may name another file by now.
         let found = file.metadata().map_err(|source| io_error(path, source))?;
         match found.is_file() {

@@ -12,7 +12,8 @@
 //! let scaling = file.metadata().optional("llama.rope.scaling.type", Metadata::text)?;
 //!
 //! let weight = file.tensor("blk.0.attn_q.weight")?;
-//! let (rows, columns) = (weight.rows(), weight.columns());
+//! let rows = weight.rows();
+//! let columns = weight.columns();
 //! let mut values = vec![0.0; rows * (columns / 2)];
 //! file.read_rows("blk.0.attn_q.weight", 0..rows, 0..columns / 2, &mut values)?;
 //! # _ = (layers, scaling);
@@ -49,7 +50,7 @@ mod writer;
 pub use block_type::BlockType;
 pub use encode::EncodeError;
 pub use error::{GgufError, GgufFlaw};
-pub use file::{GgufFile, TensorBytes};
+pub use file::{GgufFile, GgufPart, TensorBytes};
 pub use metadata::Metadata;
 pub use tensor::TensorInfo;
 pub use values::{MetadataArray, MetadataValue, TextArray};

@@ -1,4 +1,4 @@
-//! Limits on what a file may contain. They are far above what real files have, and bound the memory
+//! Limits on the content of a file. They are far above what real files have, and bound the memory
 //! that a damaged file can make the reader allocate.
 
 /// Limit on the bytes before the tensors' values. The longest known headers are those of large
@@ -6,7 +6,7 @@
 pub const MAX_HEADER_BYTES: u64 = 256 << 20;
 
 /// Limit on the number of tensors in one file. Real files have up to a few thousand.
-pub const MAX_TENSORS: u64 = 1 << 20;
+pub const MAX_TENSORS: u64 = 1 << 16;
 
 /// Limit on the number of metadata keys in one file. Real files have fewer than a hundred.
 pub const MAX_KEYS: u64 = 1 << 16;

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt as _;
 
 use crate::block_type::BlockType;
 use crate::error::GgufError;
-use crate::file::{FilePart, GgufFile};
+use crate::file::{GgufFile, GgufPart};
 use crate::tensor::TensorInfo;
 
 /// Limit on the bytes of blocks that are read at a time.
@@ -54,6 +54,7 @@ impl GgufFile {
             return Ok(());
         }
 
+        // Whole rows follow each other without a gap.
         let mut reader = ElementReader::new(self.part_of(tensor), tensor);
         let row = tensor.columns();
         if columns.len() == row {
@@ -109,7 +110,7 @@ impl GgufFile {
     }
 }
 
-impl FilePart {
+impl GgufPart {
     /// Fills `bytes` from an offset in the file.
     fn read_at(&self, bytes: &mut [u8], offset: u64) -> Result<(), GgufError> {
         let read = self.file.read_exact_at(bytes, offset);
@@ -125,7 +126,7 @@ impl FilePart {
 
 /// Reads elements of one tensor.
 struct ElementReader<'a> {
-    part: &'a FilePart,
+    part: &'a GgufPart,
     block_type: BlockType,
     /// Offset of the tensor in the part, in bytes.
     offset: u64,
@@ -134,7 +135,7 @@ struct ElementReader<'a> {
 }
 
 impl<'a> ElementReader<'a> {
-    fn new(part: &'a FilePart, tensor: &TensorInfo) -> Self {
+    fn new(part: &'a GgufPart, tensor: &TensorInfo) -> Self {
         Self {
             part,
             block_type: tensor.block_type(),
@@ -156,6 +157,7 @@ impl<'a> ElementReader<'a> {
             let offset = self.offset + (block * block_type.bytes()) as u64;
             self.part.read_at(&mut self.blocks, offset)?;
 
+            // Only the first block is begun in the middle.
             let elements = values.len().min(count * block_type.elements() - skipped);
             let (chunk, rest) = values.split_at_mut(elements);
             decode_from(block_type, &self.blocks, skipped, chunk);
@@ -173,7 +175,8 @@ fn decode_from(block_type: BlockType, blocks: &[u8], skipped: usize, values: &mu
     let elements = block_type.elements();
     let mut decoded = [0.0; MOST_ELEMENTS];
     let decoded = &mut decoded[..elements];
-    let (mut blocks, mut values) = (blocks, values);
+    let mut blocks = blocks;
+    let mut values = values;
     if skipped > 0 {
         let (first, other_blocks) = blocks.split_at(block_type.bytes());
         let length = values.len().min(elements - skipped);

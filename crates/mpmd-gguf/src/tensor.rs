@@ -37,6 +37,7 @@ impl TensorInfo {
             let shape = shape.to_vec();
             return Err(GgufFlaw::NoElements { name, shape });
         }
+
         let columns = shape.last().copied().unwrap_or(1);
         if !columns.is_multiple_of(block_type.elements() as u64) {
             return Err(GgufFlaw::PartialBlock {

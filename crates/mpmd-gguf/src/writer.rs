@@ -91,6 +91,7 @@ impl GgufWriter {
                 limit: MAX_KEY_BYTES,
             });
         }
+
         if key == ALIGNMENT_KEY {
             self.alignment = Some(parse_alignment(&value)?);
         }
@@ -122,6 +123,7 @@ impl GgufWriter {
                 limit: MAX_DIMENSIONS.into(),
             });
         }
+
         let shape: Vec<u64> = shape.iter().map(|dimension| *dimension as u64).collect();
         let tensor = TensorInfo::new(name, block_type, &shape, 0)?;
         if !self.names.insert(name.to_owned()) {
@@ -190,6 +192,7 @@ impl<W: Write> TensorWriter<W> {
                 written: 0,
             },
         };
+
         let BegunTensor { tensor, written } = begun;
         let written = written + length;
         if written > tensor.bytes() {

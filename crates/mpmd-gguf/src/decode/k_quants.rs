@@ -13,7 +13,9 @@ const ELEMENTS: usize = 256;
 pub(super) fn q2_k(block: &[u8; 84], values: &mut [f32; ELEMENTS]) {
     let scale = half_at(block, 80);
     let minimum = half_at(block, 82);
-    let (groups, quants) = (&block[..16], &block[16..80]);
+    let groups = &block[..16];
+    let quants = &block[16..80];
+
     for (group, values) in values.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         let group_scale = scale * f32::from(groups[group] & 15);
         let group_minimum = minimum * f32::from(groups[group] >> 4);
@@ -28,7 +30,10 @@ pub(super) fn q2_k(block: &[u8; 84], values: &mut [f32; ELEMENTS]) {
 /// scale. An element without the high bit is lower by 4.
 pub(super) fn q3_k(block: &[u8; 110], values: &mut [f32; ELEMENTS]) {
     let scale = half_at(block, 108);
-    let (high, quants, groups) = (&block[..32], &block[32..96], &block[96..108]);
+    let high = &block[..32];
+    let quants = &block[32..96];
+    let groups = &block[96..108];
+
     for (group, values) in values.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         // Of each scale, four bits are in the first 8 bytes and two in the last 4.
         let low = groups[group % 8] >> (group / 8 * 4) & 15;
@@ -65,7 +70,9 @@ pub(super) fn q4_k(block: &[u8; 144], values: &mut [f32; ELEMENTS]) {
 /// for element `i` of group `g`.
 pub(super) fn q5_k(block: &[u8; 176], values: &mut [f32; ELEMENTS]) {
     let groups = ScaledGroups::new(&block[..16]);
-    let (fifth, quants) = (&block[16..48], &block[48..176]);
+    let fifth = &block[16..48];
+    let quants = &block[48..176];
+
     for (pair, values) in values.as_chunks_mut::<64>().0.iter_mut().enumerate() {
         let quants = &quants[pair * 32..][..32];
         let low = groups.group(2 * pair);
@@ -83,12 +90,16 @@ pub(super) fn q5_k(block: &[u8; 176], values: &mut [f32; ELEMENTS]) {
 /// 210 bytes: 128 bytes of lower four bits, 64 bytes of upper two, 16 scales of 8 bits, the scale.
 pub(super) fn q6_k(block: &[u8; 210], values: &mut [f32; ELEMENTS]) {
     let scale = half_at(block, 208);
-    let (low, high, groups) = (&block[..128], &block[128..192], &block[192..208]);
+    let low = &block[..128];
+    let high = &block[128..192];
+    let groups = &block[192..208];
+
     for (group, values) in values.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         let group_scale = scale * f32::from(groups[group].cast_signed());
         // Each half of the block has 64 bytes of low bits, for two elements each, and 32 bytes of
         // high bits, for four.
-        let (half, inside) = (group / 8, group % 8);
+        let half = group / 8;
+        let inside = group % 8;
         let low = &low[half * 64 + inside % 4 * 16..][..16];
         let high = &high[half * 32 + inside % 2 * 16..][..16];
         let low_shift = inside / 4 * 4;

@@ -1,6 +1,6 @@
 //! Blocks whose 4-bit elements are indices of a table: IQ4_NL, IQ4_XS, MXFP4.
 //!
-//! Byte `i` of 16 holds element `i` in its low half and element `i + 16` in its high half.
+//! Byte `i` of 16 bytes holds element `i` in its low half and element `i + 16` in its high half.
 
 use super::half_at;
 
@@ -22,7 +22,9 @@ pub(super) fn iq4_nl(block: &[u8; 18], values: &mut [f32; 32]) {
 pub(super) fn iq4_xs(block: &[u8; 136], values: &mut [f32; 256]) {
     let scale = half_at(block, 0);
     let upper = u16::from_le_bytes([block[2], block[3]]);
-    let (lower, quants) = (&block[4..8], &block[8..136]);
+    let lower = &block[4..8];
+    let quants = &block[8..136];
+
     for (group, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
         let low = lower[group / 2] >> (group % 2 * 4) & 15;
         let high = (upper >> (2 * group) & 3) as u8;

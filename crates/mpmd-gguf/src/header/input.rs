@@ -67,6 +67,7 @@ impl<R: Read> HeaderInput<R> {
             }
             .into());
         }
+
         if self.position + wanted > MAX_HEADER_BYTES {
             return Err(GgufFlaw::HeaderTooLong(place.to_string()).into());
         }
@@ -116,6 +117,7 @@ impl<R: Read> HeaderInput<R> {
     ) -> Result<Vec<T>, HeaderError> {
         self.require(count, N as u64, place)?;
         let mut numbers = Vec::with_capacity(count as usize);
+
         let mut left = count as usize * N;
         let mut buffer = [0; CHUNK];
         while left > 0 {
@@ -143,6 +145,7 @@ impl<R: Read> HeaderInput<R> {
             }
             .into());
         }
+
         self.require(length, 1, place)?;
         bytes.clear();
         bytes.resize(length as usize, 0);

@@ -126,6 +126,18 @@ mod tests {
     }
 
     #[test]
+    fn file_that_shrinks_meanwhile_is_cut() {
+        let [whole, _] = <[Vec<u8>; 2]>::try_from(samples()).expect("two samples");
+        for end in [0, 20, 200] {
+            let read = Header::read(&whole[..end], whole.len() as u64);
+            assert!(
+                matches!(read, Err(HeaderError::Cut(wanted)) if wanted > end as u64),
+                "{read:?}"
+            );
+        }
+    }
+
+    #[test]
     fn fuzz_gguf_headers() {
         mpmd_fuzz::bytes("gguf-headers", &samples(), |bytes| {
             let size = bytes.len() as u64;
@@ -145,7 +157,7 @@ mod tests {
                 end = range.end;
             }
 
-            // What was read can be written, and is the same when it is read again.
+            // The metadata can be written, and are the same when they are read again.
             let values: Vec<_> = header.values.clone().into_iter().collect();
             let written = header_bytes(&values, &[], 1);
             let again = Header::read(&written[..], written.len() as u64).expect("it was valid");

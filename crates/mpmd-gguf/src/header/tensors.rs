@@ -80,6 +80,7 @@ pub(super) fn place_tensors(
                 alignment,
             });
         }
+
         let end = u128::from(start) + u128::from(tensor.offset) + u128::from(tensor.bytes());
         if end > size.into() {
             return Err(GgufFlaw::TensorBeyondEnd {

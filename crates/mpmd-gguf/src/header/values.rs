@@ -138,6 +138,7 @@ impl<R: Read> ValueReader<'_, R> {
         }
         let place = format_args!("metadata {:?}", self.key);
         self.input.require(count, ARRAY_BYTES, &place)?;
+
         self.inner_arrays += count;
         if self.inner_arrays > MAX_INNER_ARRAYS {
             return Err(GgufFlaw::TooMany {

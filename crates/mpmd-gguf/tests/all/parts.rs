@@ -63,10 +63,28 @@ fn any_part_opens_all_parts_of_the_package() {
             let part = golden(&format!("split-0000{}-of-00003.gguf", index / 2 + 1));
             assert_eq!(file.path_of(&name).unwrap(), part);
         }
-        for (path, bytes) in file.parts() {
-            assert_eq!(fs::metadata(path).unwrap().len(), bytes);
+        for part in file.parts() {
+            assert_eq!(fs::metadata(part.path()).unwrap().len(), part.bytes());
         }
     }
+}
+
+#[test]
+fn first_part_may_have_only_metadata() {
+    let folder = tempfile::tempdir().unwrap();
+    write_parts(folder.path(), |_| ());
+    let mut header = GgufWriter::new();
+    header.set("split.no", 0u16).unwrap();
+    header.set("split.count", 3u16).unwrap();
+    header.set("split.tensors.count", 2).unwrap();
+    header.set("general.name", "n").unwrap();
+    let first = File::create(part(folder.path(), 1)).unwrap();
+    header.write(first).unwrap().finish().unwrap();
+
+    let file = GgufFile::open(part(folder.path(), 2)).unwrap();
+    assert_eq!(file.metadata().text("general.name").unwrap(), "n");
+    let names: Vec<&String> = file.tensors().keys().collect();
+    assert_eq!(names, ["b", "c"]);
 }
 
 #[test]

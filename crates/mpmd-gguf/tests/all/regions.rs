@@ -2,30 +2,49 @@
 
 use std::fs::{self, File};
 use std::ops::Range;
-use std::path::Path;
+use std::path::PathBuf;
 
 use fastrand::Rng;
 use mpmd_gguf::{BlockType, GgufError, GgufFile, GgufWriter};
+use tempfile::TempDir;
 
 /// Shape of the tensors: rows over the first two dimensions, each of several blocks.
 const SHAPE: [usize; 3] = [3, 5, 768];
 const ROWS: usize = SHAPE[0] * SHAPE[1];
 
-/// Writes a file with a tensor of each type, named after it, of random blocks.
-fn write_all_types(path: &Path, rng: &mut Rng) {
-    let mut header = GgufWriter::new();
-    for block_type in BlockType::ALL {
-        header
-            .declare(block_type.name(), block_type, &SHAPE)
-            .unwrap();
+/// An open file with a tensor of each type, named after it, of random blocks.
+struct AllTypes {
+    file: GgufFile,
+    path: PathBuf,
+    /// Removes the file at the end.
+    _folder: TempDir,
+}
+
+impl AllTypes {
+    fn new(seed: u64) -> Self {
+        let rng = &mut Rng::with_seed(seed);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("all.gguf");
+        let mut header = GgufWriter::new();
+        for block_type in BlockType::ALL {
+            header
+                .declare(block_type.name(), block_type, &SHAPE)
+                .unwrap();
+        }
+
+        let mut tensors = header.write(File::create(&path).unwrap()).unwrap();
+        for block_type in BlockType::ALL {
+            let blocks = SHAPE.iter().product::<usize>() / block_type.elements();
+            let bytes = std::iter::repeat_with(|| rng.u8(..)).take(blocks * block_type.bytes());
+            tensors.write(&bytes.collect::<Vec<u8>>()).unwrap();
+        }
+        tensors.finish().unwrap();
+        Self {
+            file: GgufFile::open(&path).unwrap(),
+            path,
+            _folder: folder,
+        }
     }
-    let mut tensors = header.write(File::create(path).unwrap()).unwrap();
-    for block_type in BlockType::ALL {
-        let blocks = SHAPE.iter().product::<usize>() / block_type.elements();
-        let bytes = std::iter::repeat_with(|| rng.u8(..)).take(blocks * block_type.bytes());
-        tensors.write(&bytes.collect::<Vec<u8>>()).unwrap();
-    }
-    tensors.finish().unwrap();
 }
 
 /// Decodes a whole tensor from its bytes in the file.
@@ -46,16 +65,14 @@ fn random_range(rng: &mut Rng, length: usize) -> Range<usize> {
 
 #[test]
 fn regions_equal_parts_of_the_whole_tensor() {
-    let rng = &mut Rng::with_seed(1);
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("all.gguf");
-    write_all_types(&path, rng);
-    let file = GgufFile::open(&path).unwrap();
+    let AllTypes { file, .. } = &AllTypes::new(1);
+    let rng = &mut Rng::with_seed(11);
     for block_type in BlockType::ALL {
         let name = block_type.name();
         let tensor = file.tensor(name).unwrap();
         assert_eq!((tensor.rows(), tensor.columns()), (ROWS, SHAPE[2]));
-        let whole = decode_whole(&file, name);
+        let whole = decode_whole(file, name);
+
         let mut regions = vec![(0..ROWS, 0..SHAPE[2]), (14..15, 767..768), (0..0, 0..1)];
         regions.extend((0..200).map(|_| (random_range(rng, ROWS), random_range(rng, SHAPE[2]))));
         for (rows, columns) in regions {
@@ -98,11 +115,7 @@ fn reads_longer_than_a_chunk_are_whole() {
 #[test]
 fn only_bytes_of_touched_blocks_are_read() {
     // The file ends with the blocks of the region.
-    let rng = &mut Rng::with_seed(2);
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("all.gguf");
-    write_all_types(&path, rng);
-    let file = GgufFile::open(&path).unwrap();
+    let AllTypes { file, path, .. } = &AllTypes::new(2);
     let place = file.tensor_bytes("Q4_K").unwrap();
     let row = file.bytes_of_row("Q4_K").unwrap();
     assert_eq!(row, 3 * 144);
@@ -110,10 +123,11 @@ fn only_bytes_of_touched_blocks_are_read() {
     let end = place.range.start + 4 * row + 2 * 144;
     File::options()
         .write(true)
-        .open(&path)
+        .open(path)
         .unwrap()
         .set_len(end)
         .unwrap();
+
     let mut values = vec![0.0; 256];
     file.read_rows("Q4_K", 4..5, 256..512, &mut values).unwrap();
     file.read_rows("Q4_K", 4..5, 200..456, &mut values).unwrap();
@@ -132,13 +146,9 @@ fn only_bytes_of_touched_blocks_are_read() {
 
 #[test]
 fn blocks_are_read_as_they_are() {
-    let rng = &mut Rng::with_seed(3);
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("all.gguf");
-    write_all_types(&path, rng);
-    let file = GgufFile::open(&path).unwrap();
+    let AllTypes { file, path, .. } = &AllTypes::new(3);
     let place = file.tensor_bytes("Q6_K").unwrap();
-    let bytes = fs::read(&path).unwrap();
+    let bytes = fs::read(path).unwrap();
     let mut blocks = vec![0; 425];
     file.read_blocks("Q6_K", 5..430, &mut blocks).unwrap();
     assert_eq!(blocks, bytes[place.range.start as usize..][5..430]);
@@ -146,11 +156,7 @@ fn blocks_are_read_as_they_are() {
 
 #[test]
 fn regions_outside_are_refused() {
-    let rng = &mut Rng::with_seed(4);
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("all.gguf");
-    write_all_types(&path, rng);
-    let file = GgufFile::open(&path).unwrap();
+    let AllTypes { file, path, .. } = &AllTypes::new(4);
     let backwards = Range { start: 2, end: 1 };
     let outside = [
         (0..16, 0..768),
@@ -165,6 +171,7 @@ fn regions_outside_are_refused() {
             "{refused}"
         );
     }
+
     let bytes = file.tensor("F32").unwrap().bytes();
     let refused = file.read_blocks("F32", 0..bytes + 1, &mut []).unwrap_err();
     assert!(

@@ -54,6 +54,7 @@ fn written_file_equals_the_package_to_the_byte() {
     for (key, value) in example_values() {
         header.set(key, value).unwrap();
     }
+
     header
         .declare("four", BlockType::F32, &[2, 3, 5, 7])
         .unwrap();
@@ -201,6 +202,7 @@ fn writer_refuses_unreadable_files() {
         header.declare("", BlockType::F32, &[1]),
         Err(GgufFlaw::EmptyName)
     );
+
     header.declare("t", BlockType::F32, &[2]).unwrap();
     let twice = header.declare("t", BlockType::F32, &[2]);
     assert_eq!(twice, Err(GgufFlaw::NameTwice("t".to_owned())));
