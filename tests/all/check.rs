@@ -59,6 +59,40 @@ fn endless_program_is_proved_by_two_equal_steps() {
     );
 }
 
+/// Checks `looping` with the given number of steps, and returns the report's lines on steps.
+fn steps_line(args: &[&str], steps: &str) -> String {
+    let looping = [&named("looping")[..], &[steps]].concat();
+    let done = check(&[&["-n", "4"], args, &looping].concat());
+    let said = text(&done.stdout);
+    assert_eq!(done.status.code(), Some(0), "{said}{}", text(&done.stderr));
+    let (_, line) = said.split_once("\nsteps    ").expect("a line of steps");
+    let (line, _) = line.split_once("\nissue ").expect("a line of issue");
+    line.to_owned()
+}
+
+#[test]
+fn steps_that_are_asked_for_run_though_two_are_equal() {
+    let whole = steps_line(&["--steps", "21"], "20");
+    assert_eq!(whole, "20, to the end of the program");
+    let cut = steps_line(&["--steps", "17"], "20");
+    assert!(
+        cut.starts_with("16 and 17 are equal, 24 operations each;"),
+        "{cut}"
+    );
+}
+
+#[test]
+fn check_stops_at_equal_steps_and_says_how_to_go_on() {
+    let stopped = steps_line(&[], "20");
+    assert!(
+        stopped.contains(" are equal, 24 operations each;"),
+        "{stopped}"
+    );
+    assert!(!stopped.starts_with("16 and 17"), "{stopped}");
+    assert!(stopped.contains("--steps K"), "{stopped}");
+    assert!(stopped.contains("docs/guide/testing.md"), "{stopped}");
+}
+
 #[test]
 fn memory_above_budget_and_unequal_steps_are_reported() {
     let done = check(

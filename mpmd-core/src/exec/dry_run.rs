@@ -17,8 +17,8 @@ use mpmd_record::dry_run::{
 };
 use mpmd_record::trace::Label;
 
-/// The maximum number of steps that a dry run takes, if the user does not set one.
-pub(crate) const MOST_STEPS: u64 = 16;
+/// The maximum number of steps of a dry run for which the user requests no number of steps.
+const MOST_STEPS: u64 = 16;
 
 /// An operation that is issued in a dry run.
 #[derive(Clone, Copy)]
@@ -44,9 +44,9 @@ pub(crate) struct DryRunBuilder {
 pub(crate) struct Order {
     /// The output file of the dry run.
     pub(crate) file: PathBuf,
-    /// The maximum number of steps to run. The dry run ends earlier if two steps in a row are
-    /// equal.
-    pub(crate) most_steps: u64,
+    /// The number of steps to run, also if two in a row are equal. `None` to end at two equal steps
+    /// in a row, or after [`MOST_STEPS`].
+    pub(crate) requested_steps: Option<u64>,
 }
 
 /// The dry run recorded so far, with indices for its descriptors and lines.
@@ -185,11 +185,15 @@ impl DryRunBuilder {
         };
         state.dry_run.steps.push(end);
 
-        let most = self.order.as_ref()?.most_steps;
+        let requested = self.order.as_ref()?.requested_steps;
+        let is_last = state.dry_run.steps.len() as u64 >= requested.unwrap_or(MOST_STEPS);
+        if !is_last && requested.is_some() {
+            return None;
+        }
         if state.dry_run.is_steady() {
             return Some(DryRunEnd::Steady);
         }
-        (state.dry_run.steps.len() as u64 >= most).then_some(DryRunEnd::Steps)
+        is_last.then_some(DryRunEnd::Steps)
     }
 
     pub(crate) fn so_far(&self, end: DryRunEnd) -> DryRun {

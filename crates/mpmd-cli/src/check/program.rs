@@ -32,7 +32,9 @@ pub(crate) struct ProgramArgs {
     #[arg(long, value_name = "D", requires = "processes")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     devices_per_process: Option<u32>,
-    /// Run at most this many steps; by default until two successive steps are equal, or 16
+    /// Run this many steps, or to the program's end if it has fewer; by default until two
+    /// successive steps are equal, or 16. The program's end runs too: see "Dry run" in
+    /// docs/guide/testing.md if it writes or removes files
     #[arg(long, value_name = "K", requires = "processes")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,

@@ -114,7 +114,9 @@ impl<'a> ProgramReport<'a> {
                     f,
                     "steps    {} and {count} are equal, {length} operations each; later steps \
                      are assumed to be equal too\n         \
-                     operations after the last step are not examined",
+                     what follows is not examined: --steps K runs K steps, or to the program's \
+                     end\n         \
+                     if it writes files, read \"Dry run\" in docs/guide/testing.md before that",
                     count - 1
                 )
             }

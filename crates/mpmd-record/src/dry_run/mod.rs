@@ -82,7 +82,7 @@ pub enum DryRunEnd {
     Open,
     /// The program's last two steps are equal.
     Steady,
-    /// The requested number of steps has been run.
+    /// The requested number of steps has been run, and the last two are not equal.
     Steps,
     /// The program ended by itself.
     Finished,

@@ -22,7 +22,7 @@ use super::membership::{MemberJob, Returning};
 use super::transports::{self, OpenedTransport};
 use super::{Builder, Program, vectors, version};
 use crate::error::{Error, Result};
-use crate::exec::dry_run::{MOST_STEPS, Order};
+use crate::exec::dry_run::Order;
 use crate::warning::warn_user;
 
 /// Joins the job that the environment describes, or starts its dry run. If it describes none,
@@ -224,7 +224,7 @@ fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program>
     let topology = builder.topology(env.processes, env.devices_per_process)?;
     let order = Order {
         file: asked.file.clone(),
-        most_steps: asked.steps.unwrap_or(MOST_STEPS),
+        requested_steps: asked.steps,
     };
     builder.start_dry_run(env.process, topology, Some(order))
 }

@@ -310,8 +310,8 @@ impl Program {
     ///
     /// A process that was started to write its dry run
     /// ([`variables::DRY_RUN`](mpmd_launch::variables::DRY_RUN)) exits here with code 0 when the
-    /// dry run is complete. It is complete when the last two steps are equal, or the requested
-    /// number of steps is over.
+    /// dry run is complete. It is complete when the requested number of steps is over. If no number
+    /// is requested, it is complete when the last two steps are equal, or 16 are over.
     ///
     /// # Errors
     ///
