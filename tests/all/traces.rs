@@ -10,6 +10,7 @@ use mpmd_tests::{Carrier, Job, over_each_carrier};
 
 over_each_carrier! {
     every_operation_is_in_the_traces_of_its_processes
+    waits_in_collectives_lie_in_their_kernels
     killed_process_leaves_its_trace_so_far
 }
 
@@ -59,6 +60,34 @@ fn every_operation_is_in_the_traces_of_its_processes(carrier: Carrier) {
         assert_eq!(found, issued, "{processes} processes");
         check_merged(&TracedRun::merge(&traces, problems), processes);
         check_merged(&TracedRun::merge(&on_hosts(traces), Vec::new()), processes);
+    }
+}
+
+fn waits_in_collectives_lie_in_their_kernels(carrier: Carrier) {
+    let mut job = start(carrier, 2, &["joining", "sums", "3"]);
+    job.wait_well();
+    let (traces, problems) = ProcessTrace::read_all(&job.folder().join("traces")).unwrap();
+    let run = TracedRun::merge(&traces, problems);
+    for process in 0..2 {
+        let waits = run.collective_waits.iter();
+        let waits: Vec<_> = waits.filter(|wait| wait.process == process).collect();
+        let kernels = run.kernels.iter();
+        let sums = kernels.filter(|kernel| {
+            let operation = run.operation(process, kernel.op);
+            kernel.process == process
+                && operation.is_some_and(|operation| operation.description.starts_with("jit Sum"))
+        });
+        // One round of one collective in each kernel.
+        assert_eq!(waits.len(), sums.count(), "{waits:?}");
+        assert!(!waits.is_empty());
+        for wait in waits {
+            let within = run.kernels.iter().any(|kernel| {
+                (kernel.process, kernel.device, kernel.op) == (process, wait.device, wait.op)
+                    && kernel.start <= wait.start
+                    && wait.end <= kernel.end
+            });
+            assert!(within, "{wait:?}");
+        }
     }
 }
 

@@ -16,9 +16,10 @@ pub struct Activity {
     /// The vectors that all processes of the job compute with. `None` of an older process.
     #[serde(default)]
     pub vectors: Option<VectorWidth>,
-    /// Number of steps that the program has ended.
+    /// Number of steps whose operations have all ended on this process.
     pub steps: u64,
-    /// Seconds between the ends of the last two steps. `None` before the second end.
+    /// Seconds between the ends of the last two steps. `None` before the second end. The ends are
+    /// looked for at intervals: a mean if several steps ended in one.
     #[serde(default)]
     pub step_seconds: Option<f64>,
     /// Number of times that the process has looked at its devices: see
@@ -58,7 +59,8 @@ pub struct DeviceActivity {
     pub seconds: Option<f32>,
     /// Number of later operations that are queued on the device.
     pub behind: usize,
-    /// Number of the process's [`samples`](Activity::samples) in which the device had an operation.
+    /// Number of the process's [`samples`](Activity::samples) in which the device had an operation
+    /// that did not wait in a collective. A device that runs asynchronously never waits.
     #[serde(default)]
     pub busy_samples: u64,
     /// The stages of pipelines whose operations the device has had, ascending.

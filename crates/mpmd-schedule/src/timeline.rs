@@ -48,7 +48,8 @@ pub struct TimelineRow {
     /// Outgoing transfers, sorted by start; they may overlap.
     pub moves: Vec<Bar>,
     /// Intervals without computation, in order, each with its reason. They lie between the
-    /// beginning and the end of the timeline.
+    /// beginning and the end of the timeline, between two bars or inside one: a kernel that waits
+    /// in a collective.
     pub gaps: Vec<TimelineGap>,
     /// Memory in use, in [`Timeline::memory_unit`]. Each value holds until the next point.
     pub memory: Vec<MemoryPoint>,
@@ -207,8 +208,15 @@ impl Timeline {
 impl TimelineRow {
     /// Returns how long the row computes between `from` and `until`, in [`Timeline::unit`].
     pub fn busy(&self, from: f64, until: f64) -> f64 {
-        let within = |bar: &Bar| (bar.end.min(until) - bar.start.max(from)).max(0.0);
-        self.bars.iter().map(within).sum()
+        let within = |start: f64, end: f64| (end.min(until) - start.max(from)).max(0.0);
+        let bars = self.bars.iter().map(|bar| within(bar.start, bar.end));
+        let is_inside = |gap: &&TimelineGap| {
+            let begun = self.bars.partition_point(|bar| bar.start <= gap.start);
+            begun > 0 && gap.end <= self.bars[begun - 1].end
+        };
+        let waits = self.gaps.iter().filter(is_inside);
+        let waits = waits.map(|gap| within(gap.start, gap.end));
+        bars.sum::<f64>() - waits.sum::<f64>()
     }
 
     /// Returns the largest memory in use at any time, in [`Timeline::memory_unit`]. `None` if

@@ -380,7 +380,8 @@ impl TraceRecorder {
     fn push(&self, began: u64, at: u64, mut what: TraceEventKind) {
         if let TraceEventKind::Started { since, .. }
         | TraceEventKind::Waited { since, .. }
-        | TraceEventKind::Annotated { since, .. } = &mut what
+        | TraceEventKind::Annotated { since, .. }
+        | TraceEventKind::CollectiveWaited { since, .. } = &mut what
         {
             *since = since.saturating_sub(began);
         }

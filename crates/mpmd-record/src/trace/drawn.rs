@@ -151,6 +151,16 @@ impl TracedRun {
             });
         }
 
+        let waits = self.collective_waits.iter();
+        let waits = waits.filter(|wait| (wait.process, wait.device) == (process, device));
+        let long = waits.filter(|wait| wait.end - wait.start >= SHORT);
+        row.gaps.extend(long.map(|wait| TimelineGap {
+            start: wait.start,
+            end: wait.end,
+            waits_for: self.why_in_collective(wait),
+        }));
+        row.gaps.sort_by(|a, b| a.start.total_cmp(&b.start));
+
         if self.end - idle >= SHORT {
             row.gaps.push(TimelineGap {
                 start: idle,
@@ -216,22 +226,42 @@ impl TracedRun {
     }
 
     /// Returns the fraction of the time between `from` and `until`, in seconds, in which a
-    /// process's devices computed. From 0 to 1.
+    /// process's devices computed. From 0 to 1. Kernels that wait in a collective do not compute.
     pub fn busy(&self, process: u32, from: f64, until: f64) -> f64 {
-        let mut devices: BTreeMap<u32, f64> = BTreeMap::new();
-        for kernel in self
-            .kernels
-            .iter()
+        let kernels = self.kernels.iter();
+        let ran = kernels
             .filter(|kernel| kernel.process == process)
-        {
-            let within = (kernel.end.min(until) - kernel.start.max(from)).max(0.0);
-            *devices.entry(kernel.device).or_default() += within;
-        }
+            .map(|kernel| (kernel.start, kernel.end));
+        let ran = self.share_of_devices(process, ran, from, until);
+        ran - self.waiting_in_collectives(process, from, until)
+    }
 
+    /// Returns the fraction of the time between `from` and `until`, in seconds, in which kernels of
+    /// a process waited for other devices in collectives. From 0 to 1.
+    pub fn waiting_in_collectives(&self, process: u32, from: f64, until: f64) -> f64 {
+        let waits = self.collective_waits.iter();
+        let waited = waits
+            .filter(|wait| wait.process == process)
+            .map(|wait| (wait.start, wait.end));
+        self.share_of_devices(process, waited, from, until)
+    }
+
+    /// Returns the sum of the intervals `(start, end)`, as far as they lie between `from` and
+    /// `until`, as a fraction of that time of all devices of a process.
+    fn share_of_devices(
+        &self,
+        process: u32,
+        intervals: impl Iterator<Item = (f64, f64)>,
+        from: f64,
+        until: f64,
+    ) -> f64 {
         let owned = self.processes.iter().find(|known| known.process == process);
         let count = owned.map_or(1, |process| process.devices.len().max(1));
+        let within: f64 = intervals
+            .map(|(start, end)| (end.min(until) - start.max(from)).max(0.0))
+            .sum();
         if until > from {
-            devices.values().sum::<f64>() / (count as f64 * (until - from))
+            within / (count as f64 * (until - from))
         } else {
             0.0
         }

@@ -107,6 +107,16 @@ pub enum TraceEventKind {
         /// Number of the last operation that was issued before the end of the step.
         op: u64,
     },
+    /// A kernel ended a wait for values of other devices, in a collective. Recorded of devices that
+    /// run kernels on threads of the host.
+    CollectiveWaited {
+        /// The number of the operation.
+        op: u64,
+        /// The device's index in this process.
+        device: u32,
+        /// Start of the wait, in nanoseconds since the process's trace began.
+        since: u64,
+    },
 }
 
 /// The stages of the transfer of a piece from one process to another.

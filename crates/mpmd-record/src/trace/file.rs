@@ -19,7 +19,7 @@ use super::event::TraceEvent;
 const MAGIC: &[u8; 8] = b"mpmdtrc\n";
 
 /// Version of the file format. Readers refuse other versions.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Number of events in a chunk of the file. If the file is cut off, the last incomplete chunk is
 /// lost.
@@ -631,7 +631,7 @@ mod tests {
         let why = ProcessTrace::of_bytes(&bytes).unwrap_err();
         assert_eq!(
             why.to_string(),
-            "it is of version 7, and this program reads 3"
+            "it is of version 7, and this program reads 4"
         );
         let nowhere = ProcessTrace::read_all(Path::new("/nowhere/at/all")).unwrap_err();
         assert!(

@@ -258,9 +258,13 @@ impl TracedRun {
                 .max()
                 .unwrap_or(0);
 
+            let inside = match self.waiting_in_collectives(process.process, from, until) {
+                0.0 => String::new(),
+                share => format!(" ({:.1} % inside collectives)", 100.0 * share),
+            };
             let _ = writeln!(
                 text,
-                "process {}: computes {:.1} %, bubble {:.1} %, up to {} on a device",
+                "process {}: computes {:.1} %, bubble {:.1} %{inside}, up to {} on a device",
                 process.process,
                 100.0 * busy,
                 100.0 * (1.0 - busy),
@@ -322,10 +326,23 @@ impl TracedRun {
             }
         }
 
+        for wait in self
+            .collective_waits
+            .iter()
+            .filter(|wait| wait.start >= from && wait.end <= until)
+        {
+            let why = self.why_in_collective(wait);
+            let (whole, count) = idle
+                .entry(format!("process {}: {why}", wait.process))
+                .or_default();
+            *whole = *whole + wait.end - wait.start;
+            *count += 1;
+        }
+
         let mut idle: Vec<(String, (f64, usize))> = idle.into_iter().collect();
         idle.sort_by(|a, b| b.1.0.total_cmp(&a.1.0));
         if !idle.is_empty() {
-            let _ = writeln!(text, "the longest waits between kernels, by cause:");
+            let _ = writeln!(text, "the longest waits of devices, by cause:");
         }
 
         for (cause, (whole, count)) in idle.into_iter().take(LONGEST_WAITS) {

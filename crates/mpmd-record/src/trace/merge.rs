@@ -24,6 +24,8 @@ pub struct TracedRun {
     pub operations: BTreeMap<(u32, u64), TracedOperation>,
     /// Runs of kernels, sorted by process, device and start.
     pub kernels: Vec<KernelRun>,
+    /// Waits of kernels in collectives, sorted by process, device and start.
+    pub collective_waits: Vec<CollectiveWait>,
     /// Pieces of arrays sent between processes, sorted by operation, piece, sender and receiver.
     pub pieces: Vec<TracedPiece>,
     /// Waits of program threads, sorted by process and time.
@@ -98,6 +100,22 @@ pub struct KernelRun {
     pub memory_at_start: u64,
     /// Bytes of arrays on the device at the end of the kernel.
     pub memory_at_end: u64,
+}
+
+/// A wait of a kernel for values of other devices, in a collective. It lies within the kernel's
+/// run. Times are in seconds since the beginning of the run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CollectiveWait {
+    /// The number of the process in the job.
+    pub process: u32,
+    /// The device's index in the process.
+    pub device: u32,
+    /// The number of the operation.
+    pub op: u64,
+    /// Start of the wait.
+    pub start: f64,
+    /// End of the wait.
+    pub end: f64,
 }
 
 /// A part of an array that was sent from one process to another. Times are in seconds, and `None`
@@ -260,6 +278,7 @@ fn begin_of(event: &TraceEvent) -> u64 {
     match event.what {
         TraceEventKind::Waited { since, .. }
         | TraceEventKind::Annotated { since, .. }
+        | TraceEventKind::CollectiveWaited { since, .. }
         | TraceEventKind::Started { since, .. } => since.min(event.at),
         _ => event.at,
     }
@@ -377,6 +396,9 @@ impl ProcessMerge<'_> {
                 self.run.annotations.push(annotation);
             }
             TraceEventKind::StepEnd { .. } => {}
+            TraceEventKind::CollectiveWaited { op, device, since } => {
+                self.add_collective_wait(op, device, (self.time)(since), at);
+            }
         }
     }
 
@@ -405,6 +427,23 @@ impl ProcessMerge<'_> {
             kernel.end = at.max(kernel.start);
             kernel.ended = true;
             kernel.memory_at_end = memory;
+        }
+    }
+
+    /// Adds a wait of the kernel that runs on the device. Ignores a wait of another operation: the
+    /// start of its kernel was not recorded.
+    fn add_collective_wait(&mut self, op: u64, device: u32, since: f64, end: f64) {
+        let kernel = self.running.get(&device).map(|at| self.run.kernels[*at]);
+        if let Some(kernel) = kernel.filter(|kernel| kernel.op == op) {
+            // The trace may have begun during the wait.
+            let start = since.max(kernel.start);
+            self.run.collective_waits.push(CollectiveWait {
+                process: self.process,
+                device,
+                op,
+                start,
+                end: end.max(start),
+            });
         }
     }
 
@@ -540,6 +579,11 @@ impl Merging {
                 .then(a.start.total_cmp(&b.start))
         };
         run.kernels.sort_by(by_start);
+        run.collective_waits.sort_by(|a, b| {
+            (a.process, a.device)
+                .cmp(&(b.process, b.device))
+                .then(a.start.total_cmp(&b.start))
+        });
 
         for operation in run.operations.values_mut() {
             // Bytes may arrive before the program issues their operation.

@@ -24,8 +24,8 @@ pub use file::{ClockSample, ProcessTrace, TraceError, TraceFault, TraceHeader};
 pub use label::{Label, Role};
 pub use measure::CostsError;
 pub use merge::{
-    Annotation, KernelRun, ProgramWait, RunStep, TracedOperation, TracedPiece, TracedProcess,
-    TracedRun,
+    Annotation, CollectiveWait, KernelRun, ProgramWait, RunStep, TracedOperation, TracedPiece,
+    TracedProcess, TracedRun,
 };
 pub use mpmd_schedule::timeline::{
     Bar, BarKind, MemoryPoint, Timeline, TimelineGap, TimelineMark, TimelineRow, TimelineStep,

@@ -1,6 +1,6 @@
 //! Reasons for idle times in a merged run, as texts for messages.
 
-use super::merge::{KernelRun, TracedOperation, TracedRun};
+use super::merge::{CollectiveWait, KernelRun, TracedOperation, TracedRun};
 use crate::trace::{Label, Role};
 
 impl TracedRun {
@@ -66,6 +66,13 @@ impl TracedRun {
             Some(wait) => format!("the program, which waited in {} at {}", wait.call, wait.at),
             None => "the program to issue it".to_owned(),
         }
+    }
+
+    /// Describes the reason that a kernel waited in a collective.
+    pub(super) fn why_in_collective(&self, wait: &CollectiveWait) -> String {
+        let operation = self.operation(wait.process, wait.op);
+        let kernel = operation.map_or("a kernel", |operation| short(&operation.description));
+        format!("other devices, inside a collective of {kernel}")
     }
 
     /// Describes the operation that computed the values of operation `op`. That is `op` itself, or

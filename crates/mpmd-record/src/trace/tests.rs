@@ -561,6 +561,57 @@ fn summary_has_step_times_shares_and_waits() {
     }
 }
 
+#[test]
+fn wait_in_a_collective_is_no_computing() {
+    let mut traces = two_stages();
+    // The first operation of the second step runs from 110 to 120 ms.
+    let waited = TraceEvent {
+        at: 118 * MILLI,
+        what: TraceEventKind::CollectiveWaited {
+            op: 11,
+            device: 0,
+            since: 112 * MILLI,
+        },
+    };
+    traces[0].events.push(waited);
+    traces[0].events.sort_by_key(|event| event.at);
+
+    let run = TracedRun::merge(&traces, Vec::new());
+    let summary = run.summary();
+    for text in [
+        "process 0: computes 20.0 %, bubble 80.0 % (6.0 % inside collectives), up to",
+        "6.00 ms  process 0: other devices, inside a collective of Up",
+    ] {
+        assert!(summary.contains(text), "{text:?} is not in\n{summary}");
+    }
+
+    let timeline = run.timeline();
+    let row = &timeline.rows[0];
+    let inside = |gap: &&TimelineGap| near(gap.start, 0.111) && near(gap.end, 0.117);
+    assert_eq!(row.gaps.iter().filter(inside).count(), 1, "{:?}", row.gaps);
+    assert!(row.gaps.is_sorted_by(|a, b| a.start <= b.start));
+    let busy = row.busy(0.109, 0.119);
+    assert!(near(busy, 0.004), "{busy}");
+}
+
+#[test]
+fn collective_wait_without_its_kernel_is_left_out() {
+    let mut traces = two_stages();
+    for (op, since, at) in [(99, 112, 118), (11, 0, 500)] {
+        traces[0].events.push(TraceEvent {
+            at: at * MILLI,
+            what: TraceEventKind::CollectiveWaited {
+                op,
+                device: 0,
+                since: since * MILLI,
+            },
+        });
+    }
+    traces[0].events.sort_by_key(|event| event.at);
+    let run = TracedRun::merge(&traces, Vec::new());
+    assert_eq!(run.collective_waits, []);
+}
+
 /// Returns [`two_stages`] with times and sizes that are far too large.
 fn beyond_all_bounds() -> Vec<ProcessTrace> {
     let mut traces = two_stages();

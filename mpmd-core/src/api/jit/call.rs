@@ -184,6 +184,7 @@ impl<K: Kernel> DeviceCall<K> {
         let exchange = KernelExchange {
             runtime: runtime.clone(),
             guard,
+            on_thread_of: Some(seat.local_index),
         };
         let mut context = Context::new(&bound.plan.mesh, &seat.place, exchange, op);
 

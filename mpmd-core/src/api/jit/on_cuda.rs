@@ -49,6 +49,7 @@ impl<K: Kernel> DeviceCall<K> {
         let exchange = KernelExchange {
             runtime: runtime.clone(),
             guard,
+            on_thread_of: None,
         };
         let mut context = Context::new(&bound.plan.mesh, place, exchange, op);
 

@@ -397,7 +397,40 @@ pub(super) fn blame(me: ProcessId, error: &Error) -> Failure {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Mutex, mpsc};
+
     use super::*;
+    use crate::api::program::Program;
+    use crate::exec::array::MpmdArray;
+    use crate::kernel::elementwise;
+
+    #[test]
+    fn step_counts_once_its_operations_have_ended() {
+        let (go, gate) = mpsc::channel::<()>();
+        let gate = Mutex::new(gate);
+        let held = elementwise(move |x: f32| {
+            // Returns when the sender is gone.
+            let _ = gate.lock().map(|gate| gate.recv());
+            x
+        })
+        .with("gate");
+
+        let mut p = Program::builder().alone().unwrap();
+        let mesh = p.mesh(&[("x", 1)]).unwrap();
+        let all = mesh.replicated();
+        let held = p.jit(held).on(&mesh).outputs(all.clone());
+        let held = held.build().unwrap();
+        let x = p.device_put(&MpmdArray::scalar(1.0f32), all).unwrap();
+        let x = held.call(&mut p, x).unwrap();
+        p.step_end().unwrap();
+        assert_eq!(p.runtime.activity("").steps, 0);
+
+        drop(go);
+        p.sync().unwrap();
+        assert_eq!(p.runtime.activity("").steps, 1);
+        drop(x);
+        p.finish().unwrap();
+    }
 
     #[test]
     fn lost_service_is_that_of_the_job_or_of_the_link() {

@@ -330,7 +330,7 @@ impl Program {
         // lacks.
         self.hash = self.hash.mix(0x57e9).mix(step);
 
-        self.runtime.status.step_ends(step);
+        self.runtime.step_ends(step, self.count);
         self.runtime.with_router(|router| router.step_end(step));
         self.end_dry_step()?;
         self.read_comparisons(false);

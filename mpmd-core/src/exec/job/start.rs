@@ -200,6 +200,7 @@ impl Runtime {
                     thread::sleep(TICK);
                     let Some(runtime) = weak.upgrade() else { break };
                     runtime.status.tick();
+                    runtime.count_steps();
                     runtime.with_router(|router| router.tick(runtime.now()));
                 }
             })?;

@@ -179,6 +179,9 @@ impl Runtime {
 pub(crate) struct KernelExchange {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) guard: OpGuard,
+    /// The local index of the device whose thread runs the kernel. `None` if the device runs
+    /// asynchronously: it may compute while the kernel's thread waits.
+    pub(crate) on_thread_of: Option<usize>,
 }
 
 impl KernelExchange {
@@ -289,10 +292,14 @@ impl KernelExchange {
         // another device, or for a peer that the router watches. All messages are taken before the
         // first failure is returned.
         let parker = &self.runtime.parker;
+        let waiting = self
+            .on_thread_of
+            .map(|device| self.runtime.wait_in_collective(device, round.op));
         let outcomes: Vec<(usize, Outcome)> = slots
             .into_iter()
             .map(|(rank, slot)| (rank, parker.wait(&slot, None).expect("no deadline was set")))
             .collect();
+        drop(waiting);
 
         let mut parts = vec![None; round.group.devices.len()];
         for (rank, outcome) in outcomes {

@@ -2,40 +2,72 @@
 
 use std::collections::VecDeque;
 use std::panic::Location;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use mpmd_base::block::{Instant, Mutex, now, since};
 use mpmd_device::cpu;
 use mpmd_record::activity::{Activity, DeviceActivity, MemoryActivity};
+use mpmd_record::trace::TraceEventKind;
 
 use crate::exec::Runtime;
 
 /// The current activity of the program thread and of the devices.
 pub(crate) struct ActivityStatus {
     program: Mutex<Doing>,
-    /// Number of steps that have ended.
-    steps: AtomicU64,
-    last_step: Mutex<LastStep>,
+    steps: Mutex<StepCount>,
     reports: Mutex<Reports>,
     devices: Vec<DeviceStatus>,
     /// Number of calls of [`tick`](Self::tick).
     samples: AtomicU64,
 }
 
-/// The time of the last step.
-#[derive(Clone, Copy, Default)]
-struct LastStep {
-    end: Option<Instant>,
-    /// Time between the ends of the last two steps.
+/// The steps of the program. A step is complete when its operations have ended on this process.
+#[derive(Default)]
+struct StepCount {
+    /// Steps that are not known to be complete, ascending.
+    open: VecDeque<OpenStep>,
+    /// Number of the last complete step.
+    complete: u64,
+    /// The time at which the last complete step was counted.
+    counted: Option<Instant>,
+    /// Mean time of the steps that were counted last.
     duration: Option<Duration>,
+}
+
+/// A step that is not known to be complete.
+struct OpenStep {
+    step: u64,
+    /// Number of the last operation that was issued before the end of the step.
+    last_op: u64,
+}
+
+impl StepCount {
+    /// Counts the steps whose operations all come before `first_open`, the first operation that has
+    /// not ended. `None` if all have ended.
+    fn count(&mut self, first_open: Option<u64>, now: Instant) {
+        let before = self.complete;
+        let has_ended = |step: &&OpenStep| first_open.is_none_or(|op| step.last_op < op);
+        let ended = self.open.iter().take_while(has_ended).count();
+        if let Some(last) = self.open.drain(..ended).next_back() {
+            self.complete = last.step;
+        }
+
+        let steps = u32::try_from(self.complete - before).unwrap_or(u32::MAX);
+        if steps > 0 {
+            let counted = self.counted.replace(now);
+            self.duration = counted.map(|counted| now.saturating_duration_since(counted) / steps);
+        }
+    }
 }
 
 /// The current activity of a device.
 struct DeviceStatus {
     name: String,
     queue: Mutex<DeviceQueue>,
-    /// Number of samples in which the device had an operation.
+    /// True while the device's kernel waits for other devices in a collective.
+    waits: AtomicBool,
+    /// Number of samples in which the device had an operation that did not wait.
     busy_samples: AtomicU64,
 }
 
@@ -107,14 +139,14 @@ impl ActivityStatus {
     pub(crate) fn new(devices: impl IntoIterator<Item = String>) -> Self {
         Self {
             program: Mutex::new(Doing::Program),
-            steps: AtomicU64::new(0),
-            last_step: Mutex::default(),
+            steps: Mutex::default(),
             reports: Mutex::default(),
             devices: devices
                 .into_iter()
                 .map(|name| DeviceStatus {
                     name,
                     queue: Mutex::default(),
+                    waits: AtomicBool::new(false),
                     busy_samples: AtomicU64::new(0),
                 })
                 .collect(),
@@ -162,15 +194,18 @@ impl ActivityStatus {
         }
     }
 
-    /// Takes a sample of the devices: counts those with an operation as busy. Sets the start time
-    /// of each device's current operation to now, unless it has one.
+    /// Takes a sample of the devices: counts those with an operation as busy, unless it waits in a
+    /// collective. Sets the start time of each device's current operation to now, unless it has
+    /// one.
     pub(crate) fn tick(&self) {
         for device in &self.devices {
             let mut queue = device.queue.lock();
             let Some(current) = queue.running.front_mut() else {
                 continue;
             };
-            device.busy_samples.fetch_add(1, Ordering::Relaxed);
+            if !device.waits.load(Ordering::Relaxed) {
+                device.busy_samples.fetch_add(1, Ordering::Relaxed);
+            }
             current.seen.get_or_insert_with(now);
         }
         self.samples.fetch_add(1, Ordering::Relaxed);
@@ -183,15 +218,6 @@ impl ActivityStatus {
             .iter()
             .filter_map(|device| device.queue.lock().running.front().map(|first| first.op))
             .min()
-    }
-
-    /// Sets the number of steps that the program has ended, the last one now.
-    pub(crate) fn step_ends(&self, step: u64) {
-        let end = now();
-        self.steps.store(step, Ordering::Relaxed);
-        let mut last = self.last_step.lock();
-        last.duration = last.end.map(|before| end.saturating_duration_since(before));
-        last.end = Some(end);
     }
 
     // invariant: no-silent-wait
@@ -242,6 +268,33 @@ impl Doing {
 }
 
 impl Runtime {
+    /// Notes that the program has issued all operations of a step. The last one is `last_op`.
+    pub(crate) fn step_ends(&self, step: u64, last_op: u64) {
+        let mut steps = self.status.steps.lock();
+        steps.open.push_back(OpenStep { step, last_op });
+        steps.count(self.in_flight.first_open(), now());
+    }
+
+    /// Counts the steps that are complete by now.
+    pub(crate) fn count_steps(&self) {
+        let mut steps = self.status.steps.lock();
+        // Under the lock: a later answer could include the operations of a step that is missing.
+        steps.count(self.in_flight.first_open(), now());
+    }
+
+    /// Notes that the kernel of operation `op`, on the device with this local index, waits for
+    /// other devices in a collective, until the returned guard is dropped.
+    pub(crate) fn wait_in_collective(&self, device: usize, op: u64) -> CollectiveGuard<'_> {
+        let status = &self.status.devices[device];
+        status.waits.store(true, Ordering::Relaxed);
+        CollectiveGuard {
+            runtime: self,
+            device,
+            op,
+            since: self.trace.now(),
+        }
+    }
+
     /// Describes in one line the current activity of this process's program and devices.
     pub(crate) fn doing(&self) -> String {
         self.status.describe(|op| self.router.lock().describe(op))
@@ -271,6 +324,12 @@ impl Runtime {
                 .collect()
         };
 
+        self.count_steps();
+        let (steps, step_duration) = {
+            let steps = self.status.steps.lock();
+            (steps.complete, steps.duration)
+        };
+
         let counts = self.in_flight.counts();
         let devices = self.status.devices(|op| self.router.lock().describe(op));
         let running = self.status.lowest();
@@ -295,13 +354,8 @@ impl Runtime {
             pid: std::process::id(),
             host: host.to_owned(),
             vectors: Some(cpu::width()),
-            steps: self.status.steps.load(Ordering::Relaxed),
-            step_seconds: self
-                .status
-                .last_step
-                .lock()
-                .duration
-                .map(|duration| duration.as_secs_f64()),
+            steps,
+            step_seconds: step_duration.map(|duration| duration.as_secs_f64()),
             samples: self.status.samples.load(Ordering::Relaxed),
             issued,
             in_flight: counts.ops,
@@ -361,6 +415,29 @@ pub(crate) struct ProgramGuard<'a> {
 impl Drop for ProgramGuard<'_> {
     fn drop(&mut self) {
         *self.status.program.lock() = self.before;
+    }
+}
+
+/// Guard that ends the wait of a device in a collective when dropped.
+pub(crate) struct CollectiveGuard<'a> {
+    runtime: &'a Runtime,
+    device: usize,
+    op: u64,
+    /// Start of the wait, as a trace time.
+    since: u64,
+}
+
+impl Drop for CollectiveGuard<'_> {
+    fn drop(&mut self) {
+        let status = &self.runtime.status.devices[self.device];
+        status.waits.store(false, Ordering::Relaxed);
+        self.runtime
+            .trace
+            .note(|| TraceEventKind::CollectiveWaited {
+                op: self.op,
+                device: self.device as u32,
+                since: self.since,
+            });
     }
 }
 
@@ -434,6 +511,24 @@ mod tests {
     }
 
     #[test]
+    fn steps_count_when_their_operations_have_ended() {
+        let (mut steps, begin) = (StepCount::default(), now());
+        let at = |seconds| begin + Duration::from_secs(seconds);
+        for (step, last_op) in [(1, 10), (2, 20), (3, 30)] {
+            steps.open.push_back(OpenStep { step, last_op });
+        }
+        steps.count(Some(10), at(0));
+        assert_eq!((steps.complete, steps.duration), (0, None));
+        steps.count(Some(11), at(1));
+        assert_eq!((steps.complete, steps.duration), (1, None));
+        steps.count(Some(20), at(2));
+        assert_eq!(steps.complete, 1);
+        steps.count(None, at(5));
+        assert_eq!(steps.complete, 3);
+        assert_eq!(steps.duration, Some(Duration::from_secs(2)), "for each");
+    }
+
+    #[test]
     fn samples_count_busy_devices_and_their_stages() {
         let status = ActivityStatus::new(["device 0".to_owned(), "device 1".to_owned()]);
         for (op, stage) in [(1, Some(2)), (2, Some(0)), (3, None), (4, Some(2))] {
@@ -441,7 +536,10 @@ mod tests {
             status.tick();
             status.device_ends(0, op);
         }
+        status.device_starts(1, 5, Arc::new("jit"), None);
+        status.devices[1].waits.store(true, Ordering::Relaxed);
         status.tick();
+        status.device_ends(1, 5);
         assert_eq!(status.samples.load(Ordering::Relaxed), 5);
         let devices = status.devices(|_| None);
         let found = devices
