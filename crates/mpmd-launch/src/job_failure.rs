@@ -126,6 +126,8 @@ pub enum ExitKind {
     Exit(i32),
     /// A signal with this number ended the process.
     Signal(i32),
+    /// The system killed the process with SIGKILL, because memory was full.
+    MemoryFull,
     /// The launcher killed the process with SIGKILL.
     Killed,
 }
@@ -136,7 +138,7 @@ impl ExitKind {
         match self {
             Self::Exit(code) => code,
             Self::Signal(number) => 128 + number,
-            Self::Killed => 128 + Signal::KILL.as_raw(),
+            Self::MemoryFull | Self::Killed => 128 + Signal::KILL.as_raw(),
         }
     }
 
@@ -156,10 +158,15 @@ impl fmt::Display for ExitKind {
                 write!(f, "it was ended by signal {number}")?;
                 signal_name(number).map_or(Ok(()), |name| write!(f, " ({name})"))?;
                 match number == Signal::KILL.as_raw() {
-                    true => f.write_str("; the system sends it when memory is full"),
+                    true => f.write_str(
+                        ": by a user, a scheduler, or the system if memory was full (see dmesg)",
+                    ),
                     false => Ok(()),
                 }
             }
+            Self::MemoryFull => f.write_str(
+                "the system ended it by signal 9 (SIGKILL), because memory was full (see dmesg)",
+            ),
             Self::Killed => {
                 f.write_str("it was ended by signal 9 (SIGKILL), which the launcher sent")
             }
@@ -616,8 +623,8 @@ mod tests {
             reports: &reports,
             unformed: None,
         };
-        let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL); the system \
-                        sends it when memory is full";
+        let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL): by a \
+                        user, a scheduler, or the system if memory was full (see dmesg)";
         assert_eq!(known.cause().to_string(), expected);
     }
 
@@ -665,5 +672,11 @@ mod tests {
             "it was ended by signal 11 (SIGSEGV)"
         );
         assert_eq!(ExitKind::Signal(15).code(), 143);
+        let full = ExitKind::MemoryFull;
+        assert_eq!(full.code(), 137);
+        assert!(
+            full.to_string().contains("because memory was full"),
+            "{full}"
+        );
     }
 }

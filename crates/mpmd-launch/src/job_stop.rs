@@ -76,6 +76,7 @@ impl JobStop {
         match end {
             ExitKind::Exit(code) => code == 0 || is_asked(code - 128) || is_told(reports, place),
             ExitKind::Signal(by) => is_asked(by),
+            ExitKind::MemoryFull => false,
             ExitKind::Killed => true,
         }
     }

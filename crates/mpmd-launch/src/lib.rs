@@ -31,6 +31,7 @@ mod job_stop;
 mod last_words;
 mod log;
 mod loopback;
+mod memory_kills;
 mod output;
 mod process_end;
 mod replacement;

@@ -61,7 +61,9 @@ impl ProcessReplacement {
         match (job.last_place(number), how) {
             (Some(_), ExitKind::Exit(0)) if job.place(number).is_none() => EndMeaning::Nothing,
             (Some(place), ExitKind::Exit(0)) if !job.has_reported(place) => EndMeaning::Nothing,
-            (Some(place), ExitKind::Signal(_) | ExitKind::Killed) if !job.has_left(number) => {
+            (Some(place), ExitKind::Signal(_) | ExitKind::MemoryFull | ExitKind::Killed)
+                if !job.has_left(number) =>
+            {
                 EndMeaning::Lost(place)
             }
             (Some(place), _) if job.has_left(number) && !job.has_reported(place) => {

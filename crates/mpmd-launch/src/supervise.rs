@@ -20,6 +20,7 @@ use super::job_failure::{ExitKind, FailedJob, JobFailure, PlaceEnd};
 use super::job_stop::{JobStop, is_told};
 use super::last_words::{self, HOLD, LastWords, PrintedError};
 use super::log::NO_READER;
+use super::memory_kills::MemoryKills;
 use super::output::{self, OutputStream, say};
 use super::replacement::{EndMeaning, JobStanding, LOOK, ProcessReplacement};
 use super::signals::{JobEvent, SignalForwarder, stop_name};
@@ -78,6 +79,7 @@ impl Launch {
         let mut job = StartedProcesses {
             running: Vec::new(),
             guard: JobGuard::start(self)?,
+            memory_kills: MemoryKills::of_this_process(),
         };
 
         let start = |job: &mut StartedProcesses, number: usize| {
@@ -170,6 +172,7 @@ const LAST_OUTPUT: Duration = Duration::from_secs(1);
 struct StartedProcesses {
     running: Vec<StartedProcess>,
     guard: JobGuard,
+    memory_kills: MemoryKills,
 }
 
 /// A process that the launcher started. It may have ended.
@@ -291,6 +294,12 @@ impl StartedProcesses {
         // The status is unknown if another part of this program has reaped the process.
         let how = match running.child.wait().map_or(ExitKind::Exit(1), ExitKind::of) {
             how if running.is_killed && how.code() == ExitKind::Killed.code() => ExitKind::Killed,
+            ExitKind::Signal(signal) if signal == Signal::KILL.as_raw() => {
+                match self.memory_kills.take_one() {
+                    true => ExitKind::MemoryFull,
+                    false => ExitKind::Signal(signal),
+                }
+            }
             how => how,
         };
         running.how = Some(how);
@@ -644,7 +653,7 @@ where
                 if self.stop.signal().is_none()
                     && before.at.elapsed() < SAME_MOMENT
                     && matches!(before.how, ExitKind::Exit(_))
-                    && matches!(how, ExitKind::Signal(_)) =>
+                    && matches!(how, ExitKind::Signal(_) | ExitKind::MemoryFull) =>
             {
                 let at = before.at;
                 self.first = Some(FirstFailure { place, how, at });
@@ -834,7 +843,7 @@ where
         let is_cut = ended
             .by_place
             .iter()
-            .any(|how| matches!(how, ExitKind::Signal(_) | ExitKind::Killed));
+            .any(|how| !matches!(how, ExitKind::Exit(_)));
         if is_cut && signal != Signal::PIPE {
             say(format!("stopped by {}", stop_name(signal.as_raw())));
         }

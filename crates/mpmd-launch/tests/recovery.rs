@@ -247,8 +247,8 @@ fn crash_at_exit_fails_the_job_and_hurries_nobody() {
         (137, &[0, 137, 0][..])
     );
     let failure = outcome.first_failure.unwrap();
-    let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL); the system sends \
-                    it when memory is full";
+    let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL): by a user, \
+                    a scheduler, or the system if memory was full (see dmesg)";
     assert_eq!(failure.to_string(), expected);
     assert!(folder.read("saved").is_some());
 }

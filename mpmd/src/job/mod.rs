@@ -313,8 +313,9 @@ impl DevicePlacement {
 ///
 /// `default_processes` is the largest number of processes without `--processes`. Fewer start if the
 /// devices cannot be spread evenly over that number. Each process finishes the program as
-/// [`Program::run`] does. Prints the program's error, and returns the job's exit code. Blocks until
-/// the job has ended.
+/// [`Program::run`] does. Prints the program's error, and returns the job's exit code. If a signal
+/// has [stopped](Program::stopped_by) the work early, that is 128 plus its number: 130 after
+/// Ctrl-C. Blocks until the job has ended.
 ///
 /// # Errors
 ///
@@ -330,7 +331,13 @@ pub fn run<E: Into<anyhow::Error>>(
     end_with_stdout();
     fail_writes_to_full_files()?;
 
-    let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
+    let program = |p: &mut Program| {
+        let verdict = verdict(program(p).map_err(Into::into))?;
+        Ok(match (verdict, p.stopped_by()) {
+            (Verdict::Good, Some(signal)) => Verdict::Stopped(signal),
+            (verdict, _) => verdict,
+        })
+    };
     let processes = args.processes_for(default_processes, &devices);
     // A number of processes that does not fit is the builder's error.
     let on = |builder: Builder, processes| match devices.by_process(processes) {
@@ -484,7 +491,10 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
             builder = builder.drop_slow(factor);
         }
         let result = builder.run(program);
-        return Ok(report(env.process.index(), result.map(Option::flatten)));
+        return Ok(report(
+            env.process.index(),
+            result.map(Option::unwrap_or_default),
+        ));
     }
 
     args.check_recovering(processes, devices)?;
@@ -603,15 +613,25 @@ fn start(launch: Launch) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
 }
 
-/// The reason why a program rejected its own result. `None` if the result is good.
-type Verdict = Option<Rejected>;
+/// The end of a program that has not failed.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+enum Verdict {
+    #[default]
+    Good,
+    /// The program rejected its own result.
+    Rejected(Rejected),
+    /// The signal with this number stopped the program's work early.
+    Stopped(i32),
+}
 
-/// Converts a program's result. A [`Rejected`] error becomes `Ok(Some(_))`, any other error a
+/// Converts a program's result. A [`Rejected`] error becomes a [`Verdict`], any other error a
 /// failure.
 fn verdict(result: anyhow::Result<()>) -> crate::Result<Verdict> {
-    let Err(error) = result else { return Ok(None) };
+    let Err(error) = result else {
+        return Ok(Verdict::Good);
+    };
     match error.downcast::<Rejected>() {
-        Ok(rejected) => Ok(Some(rejected)),
+        Ok(rejected) => Ok(Verdict::Rejected(rejected)),
         Err(error) => Err(error
             .downcast::<Error>()
             .unwrap_or_else(|e| Error::kernel(format!("{e:#}")))),
@@ -637,14 +657,16 @@ fn threads(
         Err(_) => 1,
         Ok(_) => 2,
     });
-    let (process, result) = results.into_iter().next().unwrap_or((0, Ok(None)));
+    let (process, result) = results.into_iter().next().unwrap_or((0, Ok(Verdict::Good)));
     ProcessResult { process, result }
 }
 
 fn report(process: usize, result: crate::Result<Verdict>) -> ExitCode {
     match result {
-        Ok(None) => ExitCode::SUCCESS,
-        Ok(Some(rejected)) => {
+        Ok(Verdict::Good) => ExitCode::SUCCESS,
+        // Exit codes are one byte.
+        Ok(Verdict::Stopped(signal)) => ExitCode::from((128 + signal).to_le_bytes()[0]),
+        Ok(Verdict::Rejected(rejected)) => {
             if process == 0 {
                 say(&rejected.to_string());
             }
@@ -692,7 +714,7 @@ mod tests {
             return Err(Error::kernel("out of paper"));
         }
         p.broadcast_value(ProcessId(1), 0u32, || Ok(7))?;
-        Ok(None)
+        Ok(Verdict::Good)
     }
 
     #[test]
@@ -700,6 +722,28 @@ mod tests {
         let ProcessResult { process, result } = threads(&Simulation::new(3, 3), failing);
         assert_eq!(process, 1);
         assert!(result.unwrap_err().to_string().contains("out of paper"));
+    }
+
+    #[test]
+    fn stopped_program_has_the_exit_code_of_its_signal() {
+        let ends = |result: fn() -> anyhow::Result<()>, signal: Option<i32>| {
+            let args = JobArgs {
+                transport: Some(JobTransport::Inproc),
+                ..JobArgs::default()
+            };
+            let code = run(&args, 2, 2, |p| {
+                if let Some(signal) = signal {
+                    p.set_stopped_by(signal);
+                }
+                result()
+            });
+            format!("{:?}", code.unwrap())
+        };
+        let code = |code: u8| format!("{:?}", ExitCode::from(code));
+        assert_eq!(ends(|| Ok(()), None), code(0));
+        assert_eq!(ends(|| Ok(()), Some(2)), code(130));
+        assert_eq!(ends(|| Ok(()), Some(15)), code(143));
+        assert_eq!(ends(|| anyhow::bail!("no disk"), Some(2)), code(1));
     }
 
     #[test]
@@ -763,7 +807,7 @@ mod tests {
         let one = |_: &mut Program| verdict(Err(rejected.clone().into()));
         assert_eq!(
             threads(&Simulation::new(2, 2), one).result.unwrap(),
-            Some(rejected.clone())
+            Verdict::Rejected(rejected.clone())
         );
         let error = verdict(Err(anyhow::anyhow!("no file").context("reading"))).unwrap_err();
         assert_eq!(error.to_string(), "reading: no file");

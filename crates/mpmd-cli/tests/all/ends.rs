@@ -9,7 +9,8 @@ use rustix::process::Signal;
 use crate::run::{Job, mpmd};
 
 /// The message about a process that SIGKILL has ended.
-const KILLED: &str = "it was ended by signal 9 (SIGKILL); the system sends it when memory is full";
+const KILLED: &str = "it was ended by signal 9 (SIGKILL): by a user, a scheduler, or the system if \
+                      memory was full (see dmesg)";
 
 /// A shell script that runs until a trap ends it.
 const ENDLESS: &str = "while :; do sleep 0.02; done";

@@ -847,7 +847,7 @@ fn result_of_the_process_in_place_of_the_first_is_json() {
     output.read_to_string(&mut result).unwrap();
     assert_eq!(job.wait().code(), Some(0), "{said}");
     assert!(
-        said.contains("it was ended by signal 9 (SIGKILL); the system sends it when memory is")
+        said.contains("it was ended by signal 9 (SIGKILL): by a user, a scheduler, or the system")
     );
     let result: serde_json::Value = serde_json::from_str(result.trim_end()).unwrap();
     assert_eq!(result["steps"], 600, "{said}");

@@ -291,6 +291,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         observer.saves.finish(p)?;
         // Its end draws it once more.
         drop(observer.progress.take());
+        if let Some(signal) = observer.stopped {
+            p.set_stopped_by(signal);
+        }
         if let Some(signal) = observer.stopped.filter(|_| is_shown) {
             let saved = if is_saved { ", saved" } else { "" };
             say(&format!(

@@ -72,6 +72,7 @@ fn child_process() {
             "outcome: {:?} after {} steps",
             outcome.stopped, outcome.steps
         );
+        assert_eq!(p.stopped_by(), outcome.stopped);
         Ok(())
     });
     result.unwrap();

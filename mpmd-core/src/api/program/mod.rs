@@ -104,6 +104,7 @@ pub struct Program {
     /// The log's span of the current step.
     step_span: StepSpan,
     is_dry_run: bool,
+    stopped_by: Option<i32>,
     ended: bool,
     /// A function called with the number of each operation when it is issued. Only a simulation
     /// sets it.
@@ -185,6 +186,7 @@ impl Program {
             steps: 0,
             step_span: StepSpan::default(),
             is_dry_run,
+            stopped_by: None,
             ended: false,
             on_issue: None,
             kept: None,
@@ -225,6 +227,19 @@ impl Program {
     /// program under each number of the job.
     pub fn is_dry_run(&self) -> bool {
         self.is_dry_run
+    }
+
+    /// Returns the number of the signal that has stopped the program's work early, such as 2 after
+    /// Ctrl-C. `None` if the work was not stopped: see [`set_stopped_by`](Self::set_stopped_by).
+    pub fn stopped_by(&self) -> Option<i32> {
+        self.stopped_by
+    }
+
+    /// Notes that the program has heeded a signal with this number, and does not complete its work.
+    /// A trainer does this itself. A program that `mpmd::job` has started then ends with exit code
+    /// 128 plus `signal`, unless it fails. Has no other effect. All processes must note the same.
+    pub fn set_stopped_by(&mut self, signal: i32) {
+        self.stopped_by = Some(signal);
     }
 
     /// Sets the label of the operations that are issued from now on: their role in a pipeline.
