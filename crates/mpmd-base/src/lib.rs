@@ -18,7 +18,7 @@ mod vector_width;
 use std::fmt;
 
 pub use bytes::{ByteCountError, bytes_text, parse_bytes};
-pub use output_file::open_output;
+pub use output_file::{open_in_place, open_output};
 pub use seconds::seconds_text;
 use serde::{Deserialize, Serialize};
 pub use stop::{StopRequest, StopRequests};

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, Metadata};
 use std::io::{self, ErrorKind, Seek as _, Write as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
@@ -9,8 +10,8 @@ use std::path::{Path, PathBuf};
 ///
 /// Follows links. If `path` names a regular file or nothing, `begin` writes to a new file beside
 /// it, which then takes its place by a rename: readers never see a part, and a process that has
-/// the old file open does not write to the new one. Anything else, such as a pipe or a device, and
-/// the file of this process's own output, is written in place, after its present content.
+/// the old file open does not write to the new one. Anything else is written in place, after its
+/// present content: see [`open_in_place`].
 ///
 /// # Errors
 ///
@@ -20,12 +21,11 @@ pub fn open_output(
     path: &Path,
     begin: impl FnOnce(&mut File) -> io::Result<()>,
 ) -> io::Result<File> {
+    if let Some(mut file) = open_in_place(path)? {
+        begin(&mut file)?;
+        return Ok(file);
+    }
     let old = match fs::metadata(path) {
-        Ok(found) if !found.is_file() || is_own_output(&found) => {
-            let mut file = File::options().append(true).open(path)?;
-            begin(&mut file)?;
-            return Ok(file);
-        }
         Ok(found) => Some(found),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => return Err(error),
@@ -38,6 +38,28 @@ pub fn open_output(
     let placed =
         begin_new(new, old, begin).and_then(|file| fs::rename(new, &target).map(|()| file));
     placed.inspect_err(|_| _ = fs::remove_file(new))
+}
+
+/// Opens what `path` names for writing, if that must not be replaced or cut: a pipe, a device, or
+/// the file of this process's own output, such as `/dev/stdout`. Returns `None` if it is another
+/// regular file, or nothing.
+///
+/// The file of the own output is the same open file: what is written to either comes after what
+/// both have written before.
+///
+/// # Errors
+///
+/// If it cannot be opened.
+pub fn open_in_place(path: &Path) -> io::Result<Option<File>> {
+    let found = match fs::metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        found => found?,
+    };
+    match own_output(&found) {
+        Some(own) => Ok(Some(own)),
+        None if found.is_file() => Ok(None),
+        None => File::options().append(true).open(path).map(Some),
+    }
 }
 
 /// Creates the file `new` with the permissions of `old`, and has `begin` write to it.
@@ -59,11 +81,17 @@ fn begin_new(
     Ok(file)
 }
 
-/// Returns true for the file that this process's standard output or error output goes to.
-fn is_own_output(file: &Metadata) -> bool {
-    let own = ["/dev/stdout", "/dev/stderr"].map(fs::metadata);
-    let mut own = own.into_iter().flatten();
-    own.any(|own| (own.dev(), own.ino()) == (file.dev(), file.ino()))
+/// Returns this process's standard output or error output, if it goes to `file`.
+fn own_output(file: &Metadata) -> Option<File> {
+    let own = [
+        io::stdout().as_fd().try_clone_to_owned(),
+        io::stderr().as_fd().try_clone_to_owned(),
+    ];
+    let is_it = |own: &File| {
+        let own = own.metadata();
+        own.is_ok_and(|own| (own.dev(), own.ino()) == (file.dev(), file.ino()))
+    };
+    own.into_iter().flatten().map(File::from).find(is_it)
 }
 
 /// Returns `path` with links followed. The last of them may lead to a file that does not exist.

@@ -1,10 +1,11 @@
 //! The metrics of a training, as lines of JSON in a file.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, TryLockError};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use mpmd_base::open_output;
+use mpmd_base::{open_in_place, open_output};
 use mpmd_core::{Error, Recovery, Result};
 use serde_json::json;
 
@@ -17,8 +18,11 @@ const LONGEST_LINE: u64 = 1 << 20;
 /// A file with one line of JSON for each step, evaluation and recovery. A line that cannot be
 /// written is skipped, so that the training continues.
 pub(super) struct MetricsFile {
+    /// Positioned at its end, or opened to append. A regular file is locked.
     file: File,
     path: PathBuf,
+    /// True for a pipe, a device, or the process's own output: others write there too.
+    is_in_place: bool,
     /// True after a warning about missing lines.
     has_warned: bool,
     /// Seconds of earlier runs, whose lines are in the file.
@@ -27,29 +31,35 @@ pub(super) struct MetricsFile {
 
 impl MetricsFile {
     /// Opens the file. If `append` is true, keeps its lines. Otherwise a file with lines gets
-    /// another name, since they are those of another training. Returns an error if the file has
-    /// something else than metrics.
+    /// another name, since they are those of another training. Appends to a pipe, a device, and the
+    /// file of the process's own output.
+    ///
+    /// Returns an error if another training writes to the file, or if it has something else than
+    /// metrics.
     pub(super) fn open(path: &Path, append: bool) -> Result<Self> {
-        if check_content(path)? && !append {
-            move_away(path).map_err(|error| unwritable(path, &error))?;
+        if let Some(in_place) = Self::in_place(path)? {
+            return Ok(in_place);
         }
-        let mut options = OpenOptions::new();
-        options.create(true).write(true);
-        let options = if append {
-            options.append(true)
-        } else {
-            options.truncate(true)
+        let mut file = open_locked(path)?;
+        let has_lines = check_content(path)?;
+        if has_lines && !append {
+            move_away(path).map_err(|error| unwritable(path, &error))?;
+            file = open_locked(path)?;
+        }
+        let text = match append {
+            true => std::fs::read_to_string(path).unwrap_or_default(),
+            false => String::new(),
         };
-        let text = if append {
-            std::fs::read_to_string(path).unwrap_or_default()
-        } else {
-            String::new()
-        };
-
-        let file = options
-            .open(path)
-            .map_err(|error| unwritable(path, &error))?;
         Ok(Self::of(file, path, &text))
+    }
+
+    /// Opens a pipe, a device, or the process's own output. Returns `None` for another path.
+    fn in_place(path: &Path) -> Result<Option<Self>> {
+        let file = open_in_place(path).map_err(|error| unwritable(path, &error))?;
+        Ok(file.map(|file| Self {
+            is_in_place: true,
+            ..Self::of(file, path, "")
+        }))
     }
 
     /// Continues the metrics of `file`, which contains `text`.
@@ -57,6 +67,7 @@ impl MetricsFile {
         Self {
             file,
             path: path.to_owned(),
+            is_in_place: false,
             has_warned: false,
             before: last_seconds(text),
         }
@@ -66,12 +77,13 @@ impl MetricsFile {
     /// from `evaluation` on. Keeps the complete lines before those, and the lines of recoveries.
     ///
     /// Replaces a regular file by a new one. A stopped process that still has the old file open
-    /// cannot write to the new one.
+    /// cannot write to the new one, and its lock has no effect.
     pub(super) fn resume(path: &Path, step: u64, evaluation: u64) -> Result<Self> {
-        check_content(path)?;
+        if let Some(in_place) = Self::in_place(path)? {
+            return Ok(in_place);
+        }
         let refused = |error: &std::io::Error| unwritable(path, error);
-        // A pipe or a device keeps nothing, and reading it could block.
-        let text = match path.is_file() {
+        let text = match check_content(path)? {
             true => std::fs::read_to_string(path).map_err(|error| refused(&error))?,
             false => String::new(),
         };
@@ -94,8 +106,12 @@ impl MetricsFile {
         };
 
         let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
-        let file = open_output(path, |file| file.write_all(kept.as_bytes()))
-            .map_err(|error| refused(&error))?;
+        let begin = |file: &mut File| {
+            // Nobody else knows the new file; some file systems have no locks.
+            _ = file.try_lock();
+            file.write_all(kept.as_bytes())
+        };
+        let file = open_output(path, begin).map_err(|error| refused(&error))?;
         Ok(Self::of(file, path, &kept))
     }
 
@@ -157,17 +173,50 @@ impl MetricsFile {
             return;
         };
 
-        // A part of the line may be there. Neither has to succeed, as on a pipe.
-        if let Ok(whole) = whole {
+        // A part of the line may be there.
+        if let Ok(whole) = whole
+            && !self.is_in_place
+        {
             _ = self.file.set_len(whole);
+            _ = self.file.seek(SeekFrom::End(0));
         }
-        _ = self.file.seek(SeekFrom::End(0));
         if !std::mem::replace(&mut self.has_warned, true) {
             let why = unwritable(&self.path, &error);
             say(&format!(
                 "warning: {why}. The training goes on, and lines are missing there"
             ));
         }
+    }
+}
+
+/// Opens the regular file at `path` to append to it, and locks it until it is closed. Creates it if
+/// necessary. Returns an error if another training has locked it.
+fn open_locked(path: &Path) -> Result<File> {
+    loop {
+        let file = File::options().create(true).append(true).open(path);
+        let file = file.map_err(|error| unwritable(path, &error))?;
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::Environment(format!(
+                    "cannot write the metrics to {}: another training writes to it. Give each \
+                     training a file of its own, or wait until the other has ended",
+                    path.display()
+                )));
+            }
+            // Some file systems have no locks.
+            Err(TryLockError::Error(_)) => return Ok(file),
+            Ok(()) if is_named(&file, path) => return Ok(file),
+            // Another training has renamed it meanwhile.
+            Ok(()) => {}
+        }
+    }
+}
+
+/// Returns true if `path`, links followed, still names the open file `file`.
+fn is_named(file: &File, path: &Path) -> bool {
+    match (file.metadata(), std::fs::metadata(path)) {
+        (Ok(open), Ok(named)) => (open.dev(), open.ino()) == (named.dev(), named.ino()),
+        _ => false,
     }
 }
 
@@ -286,6 +335,71 @@ mod tests {
             .line(&json!({ "step": 4 }));
         assert_eq!(text("metrics.jsonl"), "{\"step\":3}\n{\"step\":4}\n");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3);
+    }
+
+    #[test]
+    fn file_of_a_running_training_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut first = MetricsFile::open(&path, false).unwrap();
+        first.line(&json!({ "step": 1 }));
+        for append in [false, true] {
+            let refused = MetricsFile::open(&path, append).err().unwrap();
+            let expected = format!("{}: another training writes to it", path.display());
+            assert!(refused.to_string().contains(&expected), "{refused}");
+        }
+        first.line(&json!({ "step": 2 }));
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text, "{\"step\":1}\n{\"step\":2}\n");
+
+        // A later epoch of the same training takes the file over.
+        let mut later = MetricsFile::resume(&path, 2, 2).unwrap();
+        later.line(&json!({ "step": 2 }));
+        drop(first);
+        assert!(MetricsFile::open(&path, true).is_err());
+        drop(later);
+        assert!(MetricsFile::open(&path, true).is_ok());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    #[ignore = "a process of the next test"]
+    fn metrics_to_the_own_output() {
+        let path = Path::new("/dev/stdout");
+        MetricsFile::open(path, false)
+            .unwrap()
+            .line(&json!({ "step": 1 }));
+        MetricsFile::resume(path, 1, 1)
+            .unwrap()
+            .line(&json!({ "step": 2 }));
+    }
+
+    #[test]
+    fn own_output_is_neither_renamed_nor_cut() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        for (before, append) in [("older\n", true), ("{\"step\":0}\n", true), ("", false)] {
+            std::fs::write(&path, before).unwrap();
+            let log = File::options().write(true).append(append).open(&path);
+            let test = "trainer::metrics::tests::metrics_to_the_own_output";
+            let ended = std::process::Command::new(std::env::current_exe().unwrap())
+                .args([test, "--exact", "--ignored"])
+                .stdout(log.unwrap())
+                .status();
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(ended.unwrap().success(), "{text}");
+            assert!(text.starts_with(before), "{text}");
+            // The harness of the test writes there too.
+            for line in [
+                "{\"step\":1}\n",
+                "{\"step\":2}\n",
+                "running 1 test",
+                "1 passed",
+            ] {
+                assert_eq!(text.matches(line).count(), 1, "{line}: {text}");
+            }
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]

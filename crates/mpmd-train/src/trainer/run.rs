@@ -113,6 +113,9 @@ impl<'a> Run<'a> {
     /// are repeated. If a line cannot be written later, as on a full disk, it is skipped, with one
     /// warning.
     ///
+    /// The file is locked: a second training with the same file fails. A pipe, a device, and the
+    /// file of the process's own output, such as `/dev/stdout`, are appended to.
+    ///
     /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` and `tokens`. `seconds` is
     /// the time of all runs in the file, and `tokens` is the step's weight. An evaluation has
     /// `step`, `evaluation` (the mean loss) and `seconds`. Both have `metrics` if the loss has
@@ -240,9 +243,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// not finite: the error names the step and the stage, and the parameters that gave it are not
     /// saved. If a checkpoint cannot be written.
     ///
-    /// Before the first step: if the file of metrics cannot be opened, or a process cannot write to
-    /// the folder of checkpoints. Also if the folder's disk has no space for a checkpoint, another
-    /// job saves to the folder, or it has a checkpoint of a later step than this trainer's.
+    /// Before the first step: if the file of metrics cannot be opened or another training writes to
+    /// it, or a process cannot write to the folder of checkpoints. Also if the folder's disk has no
+    /// space for a checkpoint, another job saves to the folder, or it has a checkpoint of a later
+    /// step than this trainer's.
     #[track_caller]
     pub fn run<D: Data<In> + ?Sized>(
         &mut self,
