@@ -223,8 +223,11 @@ pub mod random {
     //!
     //! Derive a [`Key`] for each layer and step with [`Key::fold_in`]. [`uniform_f32`],
     //! [`uniform_f64`], [`normal_f32`] and [`normal_f64`] give the number of one element.
+    //! [`permuted`] gives the place of one element in a random order.
 
-    pub use mpmd_layout::random::{Key, normal_f32, normal_f64, uniform_f32, uniform_f64};
+    pub use mpmd_layout::random::{
+        Key, normal_f32, normal_f64, permuted, uniform_f32, uniform_f64,
+    };
 }
 
 pub mod kernel {
