@@ -94,14 +94,16 @@ mpmd = {{ {source}{features} }}
     )
 }
 
-/// Returns the commands that run the program and its test.
+/// Returns the commands that run the program and its test, and the page that says how to go on.
 fn next_steps(name: &str) -> String {
     format!(
         "{name} is written. Next:\n\
          \x20   cd {name}\n\
          \x20   cargo run                                   # in one process\n\
          \x20   cargo test                                  # one and two processes, as threads\n\
-         \x20   mpmd run -n 2 -- target/debug/{name}        # in two processes\n"
+         \x20   mpmd run -n 2 -- target/debug/{name}        # in two processes\n\
+         The first build takes some minutes. The program is src/main.rs; how to go on says\n\
+         docs/guide/new-program.md of mpmd.\n"
     )
 }
 

@@ -60,6 +60,12 @@ fn written(args: &[&str]) -> TempDir {
             told.stdout
         );
     }
+    let page = told
+        .stdout
+        .split_whitespace()
+        .find(|word| word.ends_with(".md"));
+    let page = root().join(page.expect("a page of the guide"));
+    assert!(page.is_file(), "{}", page.display());
     folder
 }
 
