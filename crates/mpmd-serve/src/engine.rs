@@ -81,7 +81,6 @@ struct PassCounts {
 }
 
 /// Totals of the stages' times since the start of the server.
-#[derive(Default)]
 struct StageTotals {
     /// The last known figures of the present stages, since these were created.
     present: Vec<StageFigures>,
@@ -126,7 +125,7 @@ impl Engine {
     ///
     /// As [`Scheduler::new`].
     pub fn new(sizes: SchedulerSizes, arrivals: RequestArrivals) -> Self {
-        Self {
+        let engine = Self {
             scheduler: Scheduler::new(sizes),
             arrivals,
             clients: BTreeMap::new(),
@@ -136,7 +135,10 @@ impl Engine {
             has_chunk: true,
             passes: PassCounts::default(),
             recoveries: 0,
-            stages: StageTotals::default(),
+            stages: StageTotals {
+                present: Vec::new(),
+                earlier: vec![StageFigures::default(); sizes.lanes],
+            },
             times: TimesRequest {
                 asked: now(),
                 answer: None,
@@ -152,7 +154,10 @@ impl Engine {
                 upgrades: 0,
             },
             failed: None,
-        }
+        };
+        // The counters of the stages begin at 0.
+        engine.report();
+        engine
     }
 
     /// Sets that the number of tokens in a pass is measured at the start, instead of taken from the

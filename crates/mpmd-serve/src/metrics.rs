@@ -1,6 +1,7 @@
 //! The figures of a server, as `/metrics` shows them.
 
 use std::fmt;
+use std::hash::Hash;
 use std::ops::Add;
 use std::sync::Arc;
 use std::time::Duration;
@@ -93,6 +94,15 @@ pub(crate) struct ServerMetrics {
 
 type Label = [(&'static str, &'static str); 1];
 
+/// The values of the label `reason` of refused requests.
+const REASONS: [&str; 5] = ["requests", "tokens", "bodies", "starting", "draining"];
+/// The values of the label `end` of requests.
+const ENDS: [&str; 5] = ["stop", "length", "abort", "left", "failed"];
+/// The HTTP statuses of the server's answers.
+const STATUSES: [u16; 15] = [
+    200, 204, 400, 401, 403, 404, 405, 408, 409, 413, 414, 429, 431, 500, 503,
+];
+
 /// The figures of the engine and the queue, as a collector of metrics.
 #[derive(Debug)]
 struct EngineMetrics(Mutex<KnownFigures>);
@@ -133,9 +143,10 @@ impl ServerMetrics {
         registry.register("prompt_tokens", "Tokens of prompts", prompt_tokens.clone());
         registry.register("generated_tokens", "Tokens of replies", new_tokens.clone());
 
-        let rejected = Family::default();
-        let ended = Family::default();
-        let answers = Family::default();
+        // A series that began at its first event would hide this event from `rate()`.
+        let rejected = counters_from_zero(REASONS.map(|reason| [("reason", reason)]));
+        let ended = counters_from_zero(ENDS.map(|end| [("end", end)]));
+        let answers = counters_from_zero(STATUSES.map(|status| [("status", status)]));
         registry.register(
             "requests_rejected",
             "Requests that were refused",
@@ -185,6 +196,7 @@ impl ServerMetrics {
     }
 
     pub(crate) fn refuse(&self, reason: &'static str) {
+        debug_assert!(REASONS.contains(&reason), "{reason} begins at 0");
         self.rejected.get_or_create(&[("reason", reason)]).inc();
     }
 
@@ -206,6 +218,7 @@ impl ServerMetrics {
     }
 
     pub(crate) fn end(&self, way: &'static str) {
+        debug_assert!(ENDS.contains(&way), "{way} begins at 0");
         self.ended.get_or_create(&[("end", way)]).inc();
     }
 
@@ -228,6 +241,18 @@ impl ServerMetrics {
         _ = prometheus_text::encode(&mut text, &self.registry);
         text
     }
+}
+
+/// Returns a family with a counter at 0 for each of `labels`.
+fn counters_from_zero<L, const N: usize>(labels: [L; N]) -> Family<L, Counter>
+where
+    L: Clone + Eq + Hash,
+{
+    let family = Family::default();
+    for label in labels {
+        drop(family.get_or_create(&label));
+    }
+    family
 }
 
 impl KnownFigures {

@@ -11,6 +11,7 @@ mod folder;
 mod guide;
 mod leaving;
 mod live;
+mod metrics;
 mod origins;
 mod page;
 mod prompt_lists;
