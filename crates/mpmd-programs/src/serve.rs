@@ -9,6 +9,7 @@ use anyhow::{bail, ensure};
 use clap::{Args as _, Command};
 use mpmd::candle::nn::BLOCK;
 use mpmd::job::{Elastic, JobArgs, JobPart, at_least, say};
+use mpmd::launch::JobEnv;
 use mpmd::topology::Mesh;
 use mpmd::train::stop::leave_signals_to_process_0;
 use mpmd::weights::Subscribing;
@@ -197,14 +198,9 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
     let memory = is_here.then(host_memory).flatten();
     let server = JobServer::new(folder, options, cut, settings, memory)?;
     let devices = server.devices()?;
-    ensure!(
-        !options.front
-            || job
-                .processes
-                .is_none_or(|processes| processes == devices.len()),
-        "--processes: with --front expected {}, one more than stages",
-        devices.len()
-    );
+    if options.front {
+        check_processes(job, options.elastic, devices.len())?;
+    }
     if cut.show_sharding {
         print!("{}", server.model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
@@ -250,6 +246,36 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
         front.join();
     }
     code
+}
+
+/// Checks that a job with a front has `expected` processes, whoever starts them.
+fn check_processes(job: &JobArgs, is_elastic: bool, expected: usize) -> anyhow::Result<()> {
+    let Some(env) = JobEnv::from_env()? else {
+        let found = job.processes.unwrap_or(expected);
+        ensure!(
+            found == expected,
+            "--processes: with --front expected {expected}, one more than stages, found {found}"
+        );
+        return Ok(());
+    };
+
+    // A launcher that knows no spares starts the spare as one of the processes.
+    let has_spare = is_elastic && env.spares.is_none() && env.dry_run.is_none();
+    let (expected, parts) = match has_spare {
+        true => (
+            expected + 1,
+            "one more than stages, and a spare for --elastic",
+        ),
+        false => (expected, "one more than stages"),
+    };
+    let found = env.processes;
+    ensure!(
+        found == expected,
+        "--front: expected a job of {expected} processes, {parts}, found {found}: start \
+         {expected}, by `-n {expected}` or {}={expected}",
+        variables::WORLD_SIZE
+    );
+    Ok(())
 }
 
 /// A server job: the same on all of its processes.

@@ -9,6 +9,7 @@ use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use mpmd_base::variables;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -423,7 +424,11 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
         ),
         (
             "--stages 2 --front --processes 2",
-            "--processes: with --front expected 3, one more than",
+            "--processes: with --front expected 3, one more than stages, found 2",
+        ),
+        (
+            "--stages 2 --front --elastic --processes 4",
+            "--processes: with --front expected 3, one more than stages, found 4",
         ),
         (
             "--elastic --control-key-file Cargo.toml --allow-weights /",
@@ -458,6 +463,80 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
         );
         assert_eq!(said.lines().count(), 1, "{said}");
     }
+}
+
+#[test]
+fn launched_processes_that_do_not_fit_a_front_are_refused_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = folder.path().join("plan.json");
+    let coordinator = (variables::COORDINATOR, "127.0.0.1:9");
+    let by_hand = |processes| {
+        vec![
+            (variables::RANK, "0"),
+            (variables::WORLD_SIZE, processes),
+            coordinator,
+        ]
+    };
+    // The launchers that know spares, `mpmd run` and `mpmd check`, and three that do not.
+    let launchers = |processes| {
+        let run = [by_hand(processes), vec![(variables::SPARES, "0")]].concat();
+        let check = vec![
+            (variables::DRY_RUN, plan.to_str().unwrap()),
+            (variables::DRY_RUN_PROCESSES, processes),
+            (variables::DRY_RUN_PROCESS, "0"),
+        ];
+        let torchrun = vec![
+            ("RANK", "0"),
+            ("WORLD_SIZE", processes),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "9"),
+        ];
+        let open_mpi = vec![
+            ("OMPI_COMM_WORLD_RANK", "0"),
+            ("OMPI_COMM_WORLD_SIZE", processes),
+            coordinator,
+        ];
+        [
+            (run, true),
+            (check, true),
+            (by_hand(processes), false),
+            (torchrun, false),
+            (open_mpi, false),
+        ]
+    };
+    let refusal = |variables: &[(&str, &str)], more: Option<&str>| {
+        let output = Command::new(env!("CARGO_BIN_EXE_serve"))
+            .arg("--model")
+            .arg(path("plain"))
+            .args(["--port", "0", "--stages", "2", "--front"])
+            .args(more)
+            .envs(variables.iter().copied())
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{variables:?}: {said}");
+        said
+    };
+
+    // One process could hold the devices of all stages, and six could share three devices.
+    for found in ["1", "2", "6"] {
+        for (variables, knows_spares) in launchers(found) {
+            let three = format!(
+                "error: --front: expected a job of 3 processes, one more than stages, found \
+                 {found}: start 3, by `-n 3` or MPMD_WORLD_SIZE=3\n"
+            );
+            let four = format!(
+                "error: --front: expected a job of 4 processes, one more than stages, and a spare \
+                 for --elastic, found {found}: start 4, by `-n 4` or MPMD_WORLD_SIZE=4\n"
+            );
+            // Before it listens, and before it looks for the other processes.
+            assert_eq!(refusal(&variables, None), three);
+            let elastic = if knows_spares { three } else { four };
+            assert_eq!(refusal(&variables, Some("--elastic")), elastic);
+        }
+    }
+    let said = refusal(&by_hand("3"), Some("--elastic"));
+    assert!(said.contains("expected a job of 4 processes"), "{said}");
 }
 
 #[test]
