@@ -11,7 +11,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, prometheus_text};
 use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
@@ -87,6 +87,7 @@ pub(crate) struct ServerMetrics {
     rejected: Family<Label, Counter>,
     answers: Family<[(&'static str, u16); 1], Counter>,
     ended: Family<Label, Counter>,
+    keys: KeyFamilies,
     first: Histogram,
     between: Histogram,
     queued: Histogram,
@@ -95,7 +96,17 @@ pub(crate) struct ServerMetrics {
 type Label = [(&'static str, &'static str); 1];
 
 /// The values of the label `reason` of refused requests.
-const REASONS: [&str; 5] = ["requests", "tokens", "bodies", "starting", "draining"];
+const REASONS: [&str; 7] = [
+    "requests",
+    "tokens",
+    "bodies",
+    "starting",
+    "draining",
+    KEY_REASONS[0],
+    KEY_REASONS[1],
+];
+/// The reasons among [`REASONS`] that are limits of a key.
+const KEY_REASONS: [&str; 2] = ["key_requests", "key_tokens"];
 /// The values of the label `end` of requests.
 const ENDS: [&str; 5] = ["stop", "length", "abort", "left", "failed"];
 /// The HTTP statuses of the server's answers.
@@ -158,6 +169,8 @@ impl ServerMetrics {
             ended.clone(),
         );
         registry.register("answers", "Answers by their HTTP status", answers.clone());
+        let keys = KeyFamilies::default();
+        keys.register(&mut registry);
 
         let times = [
             (
@@ -185,6 +198,7 @@ impl ServerMetrics {
             rejected,
             answers,
             ended,
+            keys,
             first,
             between,
             queued,
@@ -222,6 +236,11 @@ impl ServerMetrics {
         self.ended.get_or_create(&[("end", way)]).inc();
     }
 
+    /// Returns the counters of the client key with this name, which begin at 0.
+    pub(crate) fn key(&self, name: &str) -> KeyCounters {
+        self.keys.of(name)
+    }
+
     /// Returns the number of requests that use the newest version of the weights, and of those that
     /// use an older one.
     pub(crate) fn requests_by_version(&self) -> [usize; 2] {
@@ -240,6 +259,84 @@ impl ServerMetrics {
         // A string takes everything.
         _ = prometheus_text::encode(&mut text, &self.registry);
         text
+    }
+}
+
+type KeyLabel = [(&'static str, String); 1];
+
+/// The metrics of client keys, by the key's name.
+#[derive(Default)]
+struct KeyFamilies {
+    open: Family<KeyLabel, Gauge>,
+    requests: Family<KeyLabel, Counter>,
+    prompt_tokens: Family<KeyLabel, Counter>,
+    new_tokens: Family<KeyLabel, Counter>,
+    rejected: Family<[(&'static str, String); 2], Counter>,
+}
+
+/// The metrics of one client key.
+pub(crate) struct KeyCounters {
+    /// Number of open requests.
+    pub(crate) open: Gauge,
+    /// Total number of requests that were admitted.
+    pub(crate) requests: Counter,
+    /// Total number of tokens of their prompts.
+    pub(crate) prompt_tokens: Counter,
+    /// Total number of tokens of their replies.
+    pub(crate) new_tokens: Counter,
+    /// Total number of refused requests, for each of [`KEY_REASONS`].
+    rejected: [Counter; 2],
+}
+
+impl KeyFamilies {
+    fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "key_requests_open",
+            "Requests of a key that are waiting or answered",
+            self.open.clone(),
+        );
+        registry.register("key_requests", "Requests of a key", self.requests.clone());
+        registry.register(
+            "key_prompt_tokens",
+            "Tokens of a key's prompts",
+            self.prompt_tokens.clone(),
+        );
+        registry.register(
+            "key_generated_tokens",
+            "Tokens of the replies to a key",
+            self.new_tokens.clone(),
+        );
+        registry.register(
+            "key_rejected",
+            "Requests that a key's limits have refused",
+            self.rejected.clone(),
+        );
+    }
+
+    fn of(&self, name: &str) -> KeyCounters {
+        let label = [("key", name.to_owned())];
+        let rejected = |reason: &str| {
+            let labels = [("key", name.to_owned()), ("reason", reason.to_owned())];
+            self.rejected.get_or_create_owned(&labels)
+        };
+        KeyCounters {
+            open: self.open.get_or_create_owned(&label),
+            requests: self.requests.get_or_create_owned(&label),
+            prompt_tokens: self.prompt_tokens.get_or_create_owned(&label),
+            new_tokens: self.new_tokens.get_or_create_owned(&label),
+            rejected: KEY_REASONS.map(rejected),
+        }
+    }
+}
+
+impl KeyCounters {
+    /// Counts a request that a limit of the key has refused. `reason` is one of [`KEY_REASONS`].
+    pub(crate) fn refuse(&self, reason: &str) {
+        let at = KEY_REASONS.iter().position(|known| *known == reason);
+        debug_assert!(at.is_some(), "{reason} is no limit of a key");
+        if let Some(at) = at {
+            self.rejected[at].inc();
+        }
     }
 }
 

@@ -1,22 +1,22 @@
 //! Access to the server: keys, and requests that a browser sends for pages of other servers.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use axum::http::{HeaderMap, StatusCode, header};
-use mpmd::launch::read_private;
-use subtle::{Choice, ConstantTimeEq as _};
+use subtle::ConstantTimeEq as _;
 
+use super::client_key::ClientKey;
 use super::failure::HttpFailure;
+use super::key_file::{KeyEntry, KeyFileFault, KeyLimits, read_keys};
 use super::origins::AllowedOrigins;
 use super::settings::{FrontError, KeyFile};
-
-/// Limit on the size of a file of keys, in bytes.
-const LARGEST_FILE: usize = 64 << 10;
+use crate::queue::RequestQueue;
 
 /// The clients that are allowed to use the server.
 pub(super) enum Access {
     /// Clients with one of these keys.
-    Keys(Vec<String>),
+    Keys(Vec<Arc<ClientKey>>),
     /// Programs on this host, without a key. In a browser on this host, web pages of other servers
     /// are refused unless their origin is allowed.
     ThisHost(AllowedOrigins),
@@ -25,58 +25,62 @@ pub(super) enum Access {
 }
 
 impl Access {
-    /// Reads the keys of a file, one on each line. The file must be readable by its owner only.
+    /// Reads the keys of a file. The file must be readable by its owner only.
     pub(super) fn keys(file: KeyFile, path: &Path) -> Result<Self, FrontError> {
-        let invalid = |expected: &str| FrontError::InvalidKeys {
+        let invalid = |expected: String| FrontError::InvalidKeys {
             file,
             path: path.to_owned(),
-            expected: expected.to_owned(),
+            expected,
         };
+        let keys = read_keys(file.setting(), path).map_err(|fault| match fault {
+            KeyFileFault::Unreadable(why) => FrontError::UnreadableKeys { file, why },
+            KeyFileFault::Invalid(expected) => invalid(expected),
+        })?;
 
-        let name = path.to_str().ok_or_else(|| invalid("a path in UTF-8"))?;
-        let text = read_private(name, file.setting(), LARGEST_FILE)
-            .map_err(|why| FrontError::UnreadableKeys { file, why })?;
-        let text = String::from_utf8_lossy(&text);
+        let is_limited = |entry: &KeyEntry| entry.limits != KeyLimits::default();
+        if file == KeyFile::Control && keys.iter().any(is_limited) {
+            return Err(invalid(
+                "keys without limits in the file for control".to_owned(),
+            ));
+        }
+        let keys = keys.into_iter().map(ClientKey::new).map(Arc::new);
+        Ok(Self::Keys(keys.collect()))
+    }
 
-        let mut numbered = (1..).zip(text.lines().map(str::trim));
-        if let Some((number, _)) = numbered.find(|(_, line)| line.starts_with('#')) {
-            let expected =
-                format!("a key on each line and no comments, found one on line {number}");
-            return Err(invalid(&expected));
+    /// Counts the use of keys with names in the metrics of `queue`.
+    pub(super) fn count_in(&self, queue: &RequestQueue) {
+        if let Self::Keys(keys) = self {
+            keys.iter().for_each(|key| key.count_in(queue));
         }
-
-        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-        let keys: Vec<String> = lines.map(str::to_owned).collect();
-        if keys.is_empty() {
-            return Err(invalid("a key on a line, found none"));
-        }
-        let is_sendable = |key: &String| key.bytes().all(|byte| byte.is_ascii_graphic());
-        if !keys.iter().all(is_sendable) {
-            return Err(invalid("keys of ASCII characters without blanks"));
-        }
-        Ok(Self::Keys(keys))
     }
 
     /// True if a key is in both sets of keys.
     pub(super) fn shares_a_key_with(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Keys(own), Self::Keys(others)) => own.iter().any(|key| others.contains(key)),
+            (Self::Keys(own), Self::Keys(others)) => own
+                .iter()
+                .any(|key| others.iter().any(|other| other.key == key.key)),
             _ => false,
         }
     }
 
-    /// Returns an error if the client with these request headers may not use the server.
-    pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), HttpFailure> {
+    /// Returns the key of the client with these request headers, if the server has keys.
+    ///
+    /// # Errors
+    ///
+    /// If the client may not use the server.
+    pub(super) fn check(&self, headers: &HeaderMap) -> Result<Option<Arc<ClientKey>>, HttpFailure> {
         match self {
-            Self::Keys(keys) => check_key(keys, headers),
-            Self::ThisHost(origins) => check_host(headers, origins),
-            Self::All => Ok(()),
+            Self::Keys(keys) => find_key(keys, headers).map(Some),
+            Self::ThisHost(origins) => check_host(headers, origins).map(|()| None),
+            Self::All => Ok(None),
         }
     }
 }
 
-/// Checks the key of a request. The comparison takes the same time for all keys of equal length.
-fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), HttpFailure> {
+/// Returns the key of a request. The comparison takes the same time for all wrong keys of equal
+/// length.
+fn find_key(keys: &[Arc<ClientKey>], headers: &HeaderMap) -> Result<Arc<ClientKey>, HttpFailure> {
     let given = headers
         .get(header::AUTHORIZATION)
         .map_or(&[][..], |value| value.as_bytes());
@@ -87,18 +91,18 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), HttpFailure> {
         &[]
     };
 
-    let equal = keys.iter().map(|own| own.as_bytes().ct_eq(key));
-    match equal
-        .fold(Choice::from(0), |any, is_equal| any | is_equal)
-        .into()
-    {
-        true => Ok(()),
-        false => {
-            let why = "expected a key of this server for the endpoint in the header \
-                       `Authorization: Bearer`";
-            Err(HttpFailure::new(StatusCode::UNAUTHORIZED, why).code("invalid_api_key"))
+    // All keys are compared, also behind the right one.
+    let mut found = None;
+    for own in keys {
+        if own.key.as_bytes().ct_eq(key).into() {
+            found = Some(own);
         }
     }
+    found.cloned().ok_or_else(|| {
+        let why = "expected a key of this server for the endpoint in the header `Authorization: \
+                   Bearer`";
+        HttpFailure::new(StatusCode::UNAUTHORIZED, why).code("invalid_api_key")
+    })
 }
 
 /// Refuses requests that a browser on this host sends for a web page of another server. They have

@@ -1,11 +1,13 @@
 //! The front of a server: HTTP with the interface of OpenAI, on threads of its own.
 
 mod access;
+mod client_key;
 mod connection;
 mod control;
 mod failure;
 mod fields;
 mod idle_connections;
+mod key_file;
 mod library_answer;
 mod neutral_fields;
 mod origins;
@@ -112,6 +114,7 @@ impl Front {
         };
         let address = listener.local_addr().map_err(listen_failed)?;
 
+        doors.access.count_in(&queue);
         let origins = Arc::new(doors.origins);
         let routes = routes(EndpointState {
             model: Arc::new(model),

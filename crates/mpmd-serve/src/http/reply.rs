@@ -6,6 +6,7 @@ use std::sync::Arc;
 use mpmd_models::TextStream;
 use serde_json::{Value, json};
 
+use super::client_key::KeyPermit;
 use super::failure::HttpFailure;
 use super::parsed_request::{ParsedRequest, ReplyForm};
 use super::request_log::RequestRecord;
@@ -20,6 +21,8 @@ pub(super) struct ReplyProgress {
     /// The events of the reply. `None` once it has ended.
     stream: Option<ReplyStream>,
     record: Arc<RequestRecord>,
+    /// The permit of the client's key. `None` without keys, and once the choice has ended.
+    permit: Option<KeyPermit>,
     text: TextStream,
     /// Number of tokens in the choice so far.
     pub(super) count: usize,
@@ -65,10 +68,16 @@ impl ReplyProgress {
             ask,
             stream: Some(stream),
             record,
+            permit: None,
             text,
             count: 0,
             versions: Vec::new(),
         })
+    }
+
+    /// Holds a permit of the client's key until the choice has ended.
+    pub(super) fn hold(&mut self, permit: KeyPermit) {
+        self.permit = Some(permit);
     }
 
     /// Waits for the next piece with content for the client. `None` after the last one.
@@ -113,6 +122,9 @@ impl ReplyProgress {
     fn add_token(&mut self, token: ReplyToken, piece: &mut ReplyPiece) -> mpmd::Result<()> {
         self.count += 1;
         self.record.token();
+        if let Some(permit) = &self.permit {
+            permit.token();
+        }
         piece
             .logprobs
             .extend(TokenLogprobs::of(&token, &self.text)?);
@@ -130,6 +142,8 @@ impl ReplyProgress {
     /// keeps its version labels.
     fn end(&mut self, end: &'static str) -> Option<ReplyStream> {
         self.record.end_choice(self.ask.index, end);
+        // Before the client knows of the end, and sends its next request.
+        self.permit = None;
         let stream = self.stream.take()?;
         self.versions = stream.versions().to_vec();
         Some(stream)

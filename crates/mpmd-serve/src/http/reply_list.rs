@@ -13,6 +13,7 @@ use futures::future::try_join_all;
 use futures::stream::{BoxStream, SelectAll, Stream as _, poll_fn, select_all, unfold};
 use serde_json::{Value, json};
 
+use super::client_key::KeyPermit;
 use super::failure::HttpFailure;
 use super::parsed_request::{ParsedRequest, ReplyForm, random};
 use super::peer_socket::PeerSocket;
@@ -75,6 +76,13 @@ impl ReplyList {
             head,
             choices: choices.map(begin).collect::<Result<_, _>>()?,
         })
+    }
+
+    /// Holds a permit of the client's key for each choice until its end.
+    pub(super) fn hold(&mut self, permits: Vec<KeyPermit>) {
+        for (choice, permit) in self.choices.iter_mut().zip(permits) {
+            choice.hold(permit);
+        }
     }
 
     /// Waits for the whole reply, and returns it as one JSON object.

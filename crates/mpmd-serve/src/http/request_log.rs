@@ -34,6 +34,7 @@ impl RequestLog {
                 path: shortened(path, LONGEST_PATH),
                 status: None,
                 took: Duration::ZERO,
+                key: None,
                 reply: None,
             }),
         })
@@ -63,6 +64,11 @@ impl RequestRecord {
     /// Records the status of the reply.
     pub(super) fn answer(&self, status: StatusCode) {
         self.line.lock().status = Some(status);
+    }
+
+    /// Records the name of the client's key.
+    pub(super) fn set_key(&self, name: &str) {
+        self.line.lock().key = Some(name.to_owned());
     }
 
     /// Records that tokens are computed for the request: a reply with this id and number of
@@ -112,6 +118,8 @@ struct RequestLine {
     /// The status of the reply. `None` if the client left before.
     status: Option<StatusCode>,
     took: Duration,
+    /// The name of the client's key. `None` without a key, or if it has no name.
+    key: Option<String>,
     /// The figures of a reply of tokens.
     reply: Option<ReplyFigures>,
 }
@@ -161,6 +169,9 @@ impl fmt::Display for RequestLine {
             None => f.write_str("no-reply")?,
         }
         write!(f, " took_ms={:.1}", millis(self.took))?;
+        if let Some(key) = &self.key {
+            write!(f, " key={key}")?;
+        }
 
         let Some(reply) = &self.reply else {
             return Ok(());
@@ -222,6 +233,15 @@ mod tests {
         );
         let text = record.line.lock().to_string();
         assert!(text.contains(" took_ms=") && text.contains(" first_token_ms="));
+    }
+
+    #[test]
+    fn line_has_the_name_of_the_key() {
+        let record = LOG.begin(&Method::POST, "/v1/completions");
+        record.set_key("alice");
+        record.answer(StatusCode::TOO_MANY_REQUESTS);
+        let line = without_times(&record);
+        assert_eq!(line, "POST /v1/completions 429 key=alice");
     }
 
     #[test]

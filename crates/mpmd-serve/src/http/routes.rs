@@ -19,6 +19,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::access::Access;
+use super::client_key::{ClientKey, KeyPermit};
 use super::control::{is_paused, load_weights, pause, resume, update_weight_version, weight_info};
 use super::failure::HttpFailure;
 use super::fields::Fields;
@@ -33,6 +34,7 @@ use super::request_log::RequestRecord;
 use super::request_readers::{LONG_BODY, ReadingCost, RequestReaders};
 use crate::model::Model;
 use crate::queue::{RequestQueue, ServerPhase};
+use crate::request::TextRequest;
 
 /// The chat page. It loads no other files, and sends requests to this server only.
 const PAGE: &str = include_str!("page.html");
@@ -125,11 +127,18 @@ async fn guard_control(State(shared): Shares, request: Request, next: Next) -> R
     }
 }
 
-async fn checked(access: &Access, request: Request, next: Next) -> Response {
-    match access.check(request.headers()) {
-        Ok(()) => next.run(request).await,
-        Err(failure) => failure.into_response(),
+/// Answers a request if its client may come in. Tells the endpoint and the log the client's key.
+async fn checked(access: &Access, mut request: Request, next: Next) -> Response {
+    let key = match access.check(request.headers()) {
+        Ok(key) => key,
+        Err(failure) => return failure.into_response(),
+    };
+    let name = key.as_ref().and_then(|key| key.name.as_deref());
+    if let (Some(record), Some(name)) = (request.extensions().get::<Arc<RequestRecord>>(), name) {
+        record.set_key(name);
     }
+    request.extensions_mut().insert(key);
+    next.run(request).await
 }
 
 async fn ready(State(shared): Shares) -> (StatusCode, Json<Value>) {
@@ -186,26 +195,45 @@ fn model_facts(shared: &EndpointState) -> Value {
 
 type Client = Extension<Arc<PeerSocket>>;
 type Record = Extension<Arc<RequestRecord>>;
+/// The key of a request. `None` if the server has no keys.
+type RequestKey = Extension<Option<Arc<ClientKey>>>;
 
-async fn completions(shared: Shares, client: Client, record: Record, body: Body) -> Answer {
-    reply(shared, client, record, body, ReplyForm::Completion).await
+async fn completions(
+    shared: Shares,
+    client: Client,
+    record: Record,
+    key: RequestKey,
+    body: Body,
+) -> Answer {
+    reply(shared, client, record, key, body, ReplyForm::Completion).await
 }
 
-async fn chat(shared: Shares, client: Client, record: Record, body: Body) -> Answer {
-    reply(shared, client, record, body, ReplyForm::Chat).await
+async fn chat(
+    shared: Shares,
+    client: Client,
+    record: Record,
+    key: RequestKey,
+    body: Body,
+) -> Answer {
+    reply(shared, client, record, key, body, ReplyForm::Chat).await
 }
 
 async fn reply(
     State(shared): Shares,
     Extension(client): Client,
     Extension(record): Record,
+    Extension(key): RequestKey,
     body: Body,
     form: ReplyForm,
 ) -> Answer {
+    let queue = &shared.queue;
+    let most_at_once = key.as_ref().map_or(usize::MAX, |key| key.most_requests());
     let limits = RequestLimits {
         tokens: shared.most,
-        waiting: shared.queue.limits().requests,
+        waiting: queue.limits().requests.min(most_at_once),
     };
+    // Before the body is read, since that is work, too.
+    let permit = key.map(|key| key.admit(queue)).transpose()?;
     let cost = match form {
         ReplyForm::Completion => ReadingCost::Short,
         ReplyForm::Chat => ReadingCost::Template,
@@ -215,10 +243,14 @@ async fn reply(
     })
     .await?;
 
-    let requests = asks.iter().map(|ask| ask.request.clone());
-    let streams = shared.queue.submit_all(requests.collect())?;
+    let requests: Vec<TextRequest> = asks.iter().map(|ask| ask.request.clone()).collect();
+    let prompt_tokens = requests.iter().map(|request| request.prompt.len()).sum();
+    let begin = |permit: KeyPermit| permit.begin(asks.len(), prompt_tokens, queue);
+    let permits = permit.map(begin).transpose()?;
+    let streams = queue.submit_all(requests)?;
     let is_streamed = asks[0].streams;
-    let reply = ReplyList::new(&shared.model, asks, streams, &record)?;
+    let mut reply = ReplyList::new(&shared.model, asks, streams, &record)?;
+    reply.hold(permits.unwrap_or_default());
     if is_streamed {
         Ok(reply.events(client))
     } else {

@@ -22,7 +22,8 @@ pub struct FrontSettings {
     /// Port to listen on. With 0 the system chooses a free port. Default: 8000.
     pub port: u16,
     /// File with an API key on each line, readable by its owner only. Every request must have one
-    /// of the keys.
+    /// of the keys. Behind a key may stand `name=NAME`, `requests=N` (requests at once) and
+    /// `tokens-per-minute=N`.
     pub api_key_file: Option<PathBuf>,
     /// True to serve every client that can connect, without a key. On a loopback address this
     /// includes requests that pages of other servers have a browser send. Contradicts
@@ -32,9 +33,9 @@ pub struct FrontSettings {
     /// `*` allows all. If empty, all are allowed with `api_key_file`, since a page needs a key
     /// then, and otherwise only the server's own page.
     pub allow_origins: Vec<String>,
-    /// File with a key on each line for the endpoints that control the server. `None` disables
-    /// these endpoints. The file must be readable by its owner only, and share no key with
-    /// `api_key_file`.
+    /// File with a key on each line for the endpoints that control the server, perhaps with
+    /// `name=NAME` behind it. `None` disables these endpoints. The file must be readable by its
+    /// owner only, and share no key with `api_key_file`.
     pub control_key_file: Option<PathBuf>,
     /// Folders from which `/load_weights` may load weights. Folders inside them are allowed, too.
     pub weight_folders: Vec<PathBuf>,
@@ -134,7 +135,7 @@ pub enum FrontError {
         /// The error, which names the setting and the path.
         why: LaunchError,
     },
-    /// A file of keys has no keys, or keys that cannot be sent in a header.
+    /// A file of keys has no keys, or an invalid line.
     #[error("{} {}: expected {expected}", .file.setting(), .path.display())]
     InvalidKeys {
         /// The setting of the file.

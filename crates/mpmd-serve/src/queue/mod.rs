@@ -16,7 +16,7 @@ use thiserror::Error;
 use tokio::sync::{mpsc, watch};
 
 use crate::log_target::LOG_TARGET;
-use crate::metrics::{EngineFigures, ServerMetrics};
+use crate::metrics::{EngineFigures, KeyCounters, ServerMetrics};
 use crate::request::{Finish, ReplyEvent, TextRequest};
 use answers::Answers;
 pub(crate) use answers::Awaited;
@@ -300,6 +300,11 @@ impl RequestQueue {
     /// Counts a request that was refused before it was submitted. `reason` is the label in metrics.
     pub(crate) fn refuse(&self, reason: &'static str) {
         self.0.metrics.refuse(reason);
+    }
+
+    /// Returns the metrics of the client key with this name.
+    pub(crate) fn key_counters(&self, name: &str) -> KeyCounters {
+        self.0.metrics.key(name)
     }
 
     /// Counts an answer of the server by its HTTP status.

@@ -56,10 +56,13 @@ fn fields_of_the_guide_are_known() {
 
 #[test]
 fn metrics_of_the_guide_are_those_of_the_server() {
-    let server = Server::echo();
-    server.post("/v1/completions", &json!({ "prompt": "a" }));
-    server.queue.drain();
-    server.post("/v1/completions", &json!({ "prompt": "a" }));
+    let key = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(key.path(), "key name=alice").unwrap();
+    let settings = FrontSettings {
+        api_key_file: Some(key.path().to_owned()),
+        ..settings()
+    };
+    let server = Server::start_with(settings, |_| Act::Echo);
     server.report(EngineFigures {
         stages: vec![StageFigures::default()],
         ..EngineFigures::default()

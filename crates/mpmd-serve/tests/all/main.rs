@@ -9,6 +9,7 @@ mod engine;
 mod fields;
 mod folder;
 mod guide;
+mod keys;
 mod leaving;
 mod live;
 mod metrics;
