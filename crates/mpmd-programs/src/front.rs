@@ -17,6 +17,16 @@ pub(crate) struct ServerEnds {
     pub(crate) engine: Engine,
 }
 
+impl ServerEnds {
+    /// Ends the server. Open requests, which there are after a failure, get an error with the
+    /// reason. Blocks until the clients have it, for seconds at most.
+    pub(crate) fn end(self) {
+        self.engine.end();
+        self.front.drain();
+        self.front.join();
+    }
+}
+
 /// Arguments of the front.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct FrontArgs {

@@ -240,15 +240,12 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
         }
     };
     if let Some(own) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        let ServerEnds { front, engine } = own;
-        engine.end();
-        front.drain();
-        front.join();
+        own.end();
     }
     code
 }
 
-/// Checks that a job with a front has `expected` processes, whoever starts them.
+/// Checks the number of processes of a job with a front: that of `--processes`, or of a launcher.
 fn check_processes(job: &JobArgs, is_elastic: bool, expected: usize) -> anyhow::Result<()> {
     let Some(env) = JobEnv::from_env()? else {
         let found = job.processes.unwrap_or(expected);
@@ -390,6 +387,19 @@ impl<'a> JobServer<'a> {
     /// Serves in one epoch of the job. Process 0 answers clients; the others issue the same passes.
     /// Fails if process 0 is a replacement that has no front.
     fn run(&self, p: &mut Program, own: &Mutex<Option<ServerEnds>>) -> anyhow::Result<()> {
+        let served = self.serve_epoch(p, own);
+        // The others may be threads of this process, which would wait for the lock.
+        if let Err(why) = &served
+            && p.process() == ProcessId(0)
+            && let Some(why) = why.downcast_ref()
+            && let Some(own) = &mut *own.lock().unwrap_or_else(PoisonError::into_inner)
+        {
+            own.engine.fail_with(why);
+        }
+        served
+    }
+
+    fn serve_epoch(&self, p: &mut Program, own: &Mutex<Option<ServerEnds>>) -> anyhow::Result<()> {
         // A launcher passes the signal on to all processes. The front of process 0 drains; the
         // others stay until it has.
         let is_first = p.process() == ProcessId(0);
@@ -416,11 +426,7 @@ impl<'a> JobServer<'a> {
         }
         let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
         let engine = own.as_mut().map(|own| &mut own.engine);
-        let result = mpmd_serve::run(p, &mut inference, lanes, engine);
-        if let (Err(why), Some(own)) = (&result, &mut *own) {
-            own.engine.fail_with(why);
-        }
-        Ok(result?)
+        Ok(mpmd_serve::run(p, &mut inference, lanes, engine)?)
     }
 
     /// Issues the loading of the weights. Process 0 prints the devices that compute.

@@ -124,11 +124,17 @@ pub fn train_and_serve(args: &TrainAndServe) -> anyhow::Result<ExitCode> {
     };
 
     let own = Mutex::new(own);
-    mpmd::job::run(&job, devices.len(), devices, |p| {
+    let code = mpmd::job::run(&job, devices.len(), devices, |p| {
+        // Locked on process 0 alone, which keeps it while it serves: the others may be threads.
         let is_first = p.process() == ProcessId(0);
-        let own = is_first.then(|| own.lock().unwrap_or_else(PoisonError::into_inner).take());
-        program(p, args, &folder, &parts, own.flatten())
-    })
+        let mut own = is_first.then(|| own.lock().unwrap_or_else(PoisonError::into_inner));
+        let own = own.as_mut().and_then(|own| own.as_mut());
+        program(p, args, &folder, &parts, own)
+    });
+    if let Some(own) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        own.end();
+    }
+    code
 }
 
 impl DividedStages {
@@ -189,13 +195,29 @@ fn listen(
     Ok(ServerEnds { front, engine })
 }
 
-/// Runs training and serving on one process of the job.
+/// Runs training and serving on one process of the job. `own` is `Some` on process 0 only.
 fn program(
     p: &mut Program,
     args: &TrainAndServe,
     folder: &Folder,
     parts: &DividedStages,
-    own: Option<ServerEnds>,
+    mut own: Option<&mut ServerEnds>,
+) -> anyhow::Result<()> {
+    let done = train_while_serving(p, args, folder, parts, own.as_deref_mut());
+    if let (Err(why), Some(own)) = (&done, own)
+        && let Some(why) = why.downcast_ref()
+    {
+        own.engine.fail_with(why);
+    }
+    done
+}
+
+fn train_while_serving(
+    p: &mut Program,
+    args: &TrainAndServe,
+    folder: &Folder,
+    parts: &DividedStages,
+    own: Option<&mut ServerEnds>,
 ) -> anyhow::Result<()> {
     let is_first = p.process() == ProcessId(0);
     if !is_first {
@@ -237,12 +259,13 @@ fn program(
     let subscribing = Subscribing::new(PUBLICATION, address.unwrap_or_default(), token);
     let subscription = inference.subscribe(p, subscribing)?;
 
-    let (mut front, mut engine) = own.map(|own| (own.front, own.engine)).unzip();
-    if let Some(front) = &mut front {
-        front.catch_signals()?;
+    let mut engine = None;
+    if let Some(own) = own {
+        own.front.catch_signals()?;
+        engine = Some(&mut own.engine);
     }
-    let waker = engine.as_ref().map(Engine::waker);
-    let mut serving = Serving::start(p, &mut inference, sizes.lanes, engine.as_mut())?;
+    let waker = engine.as_ref().map(|engine| engine.waker());
+    let mut serving = Serving::start(p, &mut inference, sizes.lanes, engine)?;
     loop {
         if is_first {
             training.read_ended()?;
@@ -260,10 +283,6 @@ fn program(
     }
 
     drop((subscription, weights));
-    if let Some(front) = front {
-        front.drain();
-        front.join();
-    }
     training.spoiled.map_or(Ok(()), |why| Err(why.into()))
 }
 

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::log_target::LOG_TARGET;
 use crate::metrics::{EngineFigures, StageFigures};
 use crate::queue::{Awaited, Denied, EngineNews, PauseMode, ReplySender, RequestArrivals, Waker};
-use crate::request::{ReplyEvent, TextRequest, reason};
+use crate::request::{REASON_IN_LOG, ReplyEvent, TextRequest, reason};
 use crate::scheduler::{Decision, Scheduler, SchedulerSizes};
 
 /// Longest time between two steps. Shorter than any peer timeout, so that processes do not take an
@@ -69,7 +69,7 @@ pub struct Engine {
     times: TimesRequest,
     pause: Option<PauseMode>,
     weights: WeightChanges,
-    /// The reason why the last call of [`run`](crate::run) failed.
+    /// The reason why the program has failed.
     failed: Option<Arc<str>>,
 }
 
@@ -184,28 +184,20 @@ impl Engine {
         self.arrivals.waker()
     }
 
-    /// Records the reason why the last call of [`run`](crate::run) failed. [`Engine::end`] tells it
-    /// to clients.
+    /// Records the reason why the program has failed. [`Engine::end`] tells it to clients, unless
+    /// the engine works again in a later epoch.
     pub fn fail_with(&mut self, why: &Error) {
         self.failed = Some(format!("the server has failed: {}", reason(why)).into());
     }
 
-    /// Fails all open requests, with the reason given to [`Engine::fail_with`] if there is one.
-    pub fn end(mut self) {
-        let why = self
-            .failed
-            .clone()
-            .unwrap_or_else(|| "the server has ended".into());
-        let waiting = self
-            .arrivals
-            .take()
-            .into_iter()
-            .map(|arrival| arrival.sender);
-        let open = std::mem::take(&mut self.clients).into_values();
-
-        for mut sender in open.chain(waiting) {
-            sender.send(ReplyEvent::Failed(why.clone()));
+    /// Fails all open requests, with the reason given to [`Engine::fail_with`] if there is one, and
+    /// refuses new ones. Does nothing if the server is drained.
+    pub fn end(self) {
+        if self.arrivals.is_over() {
+            return;
         }
+        let unknown = || format!("the server has failed: {REASON_IN_LOG}").into();
+        self.arrivals.fail(&self.failed.unwrap_or_else(unknown));
     }
 
     /// Returns the next step of all processes. Blocks while there is nothing to compute, and while
@@ -460,6 +452,7 @@ impl Engine {
             self.arrivals.loaded(Err(Denied::Weights(why)));
         }
 
+        self.failed = None;
         self.has_chunk = true;
         self.scheduler.set_chunk(self.sizes.chunk);
         self.scheduler.restart();

@@ -96,12 +96,13 @@ pub(crate) struct ServerMetrics {
 type Label = [(&'static str, &'static str); 1];
 
 /// The values of the label `reason` of refused requests.
-const REASONS: [&str; 7] = [
+const REASONS: [&str; 8] = [
     "requests",
     "tokens",
     "bodies",
     "starting",
     "draining",
+    "failed",
     KEY_REASONS[0],
     KEY_REASONS[1],
 ];

@@ -66,19 +66,19 @@ pub struct Logprobs {
 }
 
 /// The reason that clients get for a failure whose details are not for them.
-const LOG: &str = "the server's log has the reason";
+pub(crate) const REASON_IN_LOG: &str = "the server's log has the reason";
 
 /// Returns the reason of a failure for clients. Leaves out source lines and operations of the
 /// program, which are only written to the log.
 pub(crate) fn reason(why: &Error) -> String {
     let Some(failure) = why.failure() else {
-        return LOG.to_owned();
+        return REASON_IN_LOG.to_owned();
     };
     let process = failure.process;
     match failure.kind {
         FailureKind::PeerLost => format!("process {process} is lost"),
         FailureKind::Memory => format!("process {process} has no memory left"),
-        _ => LOG.to_owned(),
+        _ => REASON_IN_LOG.to_owned(),
     }
 }
 
@@ -94,11 +94,11 @@ mod tests {
         for (kind, expected) in [
             (FailureKind::PeerLost, "process 1 is lost"),
             (FailureKind::Memory, "process 1 has no memory left"),
-            (FailureKind::Kernel, LOG),
+            (FailureKind::Kernel, REASON_IN_LOG),
         ] {
             let failure = Failure::new(kind, ProcessId(1), 3, message);
             assert_eq!(reason(&Error::Failed(Arc::new(failure))), expected);
         }
-        assert_eq!(reason(&Error::kernel(message)), LOG);
+        assert_eq!(reason(&Error::kernel(message)), REASON_IN_LOG);
     }
 }

@@ -684,6 +684,68 @@ fn without_a_spare_open_requests_fail_with_the_reason() {
     });
 }
 
+/// Opens streamed and whole requests, kills a process of the server's job, and checks that each
+/// request hears of that, and that the server ends with an error. `running` of the requests begin,
+/// and the others wait.
+fn check_loss_is_told(serving: Serving, process: usize, running: usize) {
+    let ask = json!({ "prompt": [5, 17, 3], "max_tokens": -1, "ignore_eos": true });
+    let mut streamed = ask.clone();
+    streamed["stream"] = true.into();
+    let why = format!("the server has failed: process {process} is lost");
+
+    thread::scope(|scope| {
+        let serving = &serving;
+        let open = |ask| scope.spawn(move || serving.send("POST", "/v1/completions", ask));
+        let whole = [&ask; 3].map(open);
+        let streams = [&streamed; 3].map(open);
+        let lines = [
+            format!("mpmd_requests_running {running}\n"),
+            format!("mpmd_requests_waiting {}\n", 6 - running),
+        ];
+        let start = Instant::now();
+        loop {
+            let metrics = serving.metrics();
+            if lines.iter().all(|line| metrics.contains(line)) {
+                break;
+            }
+            assert!(start.elapsed() < LONG, "{metrics}");
+        }
+        let lost = process_of(serving.child.id(), process).expect("it runs");
+        kill_process(lost, Signal::KILL).unwrap();
+
+        for answer in whole {
+            let answer = answer.join().unwrap();
+            assert_eq!(answer.status, 500, "{answer:?}");
+            assert_eq!(answer.json()["error"]["message"], why);
+        }
+        for answer in streams {
+            let last = answer.join().unwrap().chunks().pop().expect("an event");
+            assert_eq!(last["error"]["message"], why);
+        }
+    });
+    let (status, said) = serving.ended_with_log();
+    assert!(!status.success(), "{said:?}");
+    let is_told = |line: &String| line.contains(&format!("{why}; no request is taken"));
+    assert!(said.iter().any(is_told), "{said:?}");
+    assert!(!said.iter().any(|line| line.contains("drain")), "{said:?}");
+}
+
+#[test]
+fn all_open_requests_hear_of_the_loss_that_ends_a_server() {
+    let args = ["--stages", "2", "--front", "--sequences", "2"];
+    check_loss_is_told(Serving::start("plain", &args), 2, 2);
+}
+
+#[test]
+fn all_open_requests_hear_of_the_loss_that_ends_a_training() {
+    let model = path("plain");
+    let text = path("text.txt");
+    let paths = ["--model", model.to_str().unwrap(), text.to_str().unwrap()];
+    let args = [&paths[..], &["--steps", "100000", "--time", "24"]].concat();
+    let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args, &[]);
+    check_loss_is_told(serving, 1, 6);
+}
+
 #[test]
 fn model_with_dropout_is_served_but_not_trained() {
     let folder = copy("plain");

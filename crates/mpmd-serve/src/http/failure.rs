@@ -117,7 +117,7 @@ impl From<Refused> for HttpFailure {
             Refused::Requests { retry, .. } | Refused::Tokens { retry, .. } => {
                 (StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", retry)
             }
-            Refused::Starting | Refused::Draining => (
+            Refused::Starting | Refused::Draining | Refused::Failed => (
                 StatusCode::SERVICE_UNAVAILABLE,
                 "unavailable",
                 Duration::from_secs(5),

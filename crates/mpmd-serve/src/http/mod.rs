@@ -41,7 +41,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::log_target::LOG_TARGET;
 use crate::model::Model;
-use crate::queue::RequestQueue;
+use crate::queue::{RequestQueue, ServerPhase};
 use connection::{ConnectionShares, accept, reserve_descriptors};
 use request_log::RequestLog;
 use request_readers::{READER_THREADS, RequestReaders};
@@ -157,7 +157,9 @@ impl Front {
             // Has no error but a panic.
             _ = runtime.block_on(accept);
             runtime.shutdown_timeout(LAST);
-            tracing::info!(target: LOG_TARGET, "drained: the server ends");
+            if queue.phase() != ServerPhase::Failed {
+                tracing::info!(target: LOG_TARGET, "drained: the server ends");
+            }
         };
 
         let thread = std::thread::Builder::new()
@@ -251,18 +253,23 @@ fn catch_signals(runtime: &Handle, count: &watch::Sender<u32>) -> io::Result<()>
 async fn drained(queue: &RequestQueue, mut asked: watch::Receiver<u32>, longest: Duration) {
     // The sender is never dropped before.
     _ = asked.wait_for(|count| *count > 0).await;
+    let empty = async || {
+        while queue.open() > 0 {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    if queue.phase() == ServerPhase::Failed {
+        // The clients read the errors.
+        _ = timeout(LAST, empty()).await;
+        return;
+    }
+
     queue.drain();
     let open = queue.open();
     tracing::info!(
         target: LOG_TARGET,
         "draining: no new request is taken, and {open} are answered to their end"
     );
-
-    let empty = async || {
-        while queue.open() > 0 {
-            sleep(Duration::from_millis(10)).await;
-        }
-    };
     tokio::select! {
         () = empty() => return,
         () = sleep(longest) => {}

@@ -105,7 +105,7 @@ pub(super) fn routes(shared: EndpointState) -> Router {
     let version = json!({ "version": env!("CARGO_PKG_VERSION") });
     guarded
         .route("/", get(move || async move { (page, Html(PAGE)) }))
-        .route("/health", get(async || StatusCode::OK))
+        .route("/health", get(health))
         .route("/ready", get(ready))
         .route("/version", get(move || async move { Json(version) }))
         .fallback(async || HttpFailure::new(StatusCode::NOT_FOUND, "there is no such endpoint"))
@@ -141,6 +141,15 @@ async fn checked(access: &Access, mut request: Request, next: Next) -> Response 
     next.run(request).await
 }
 
+async fn health(State(shared): Shares) -> Response {
+    match shared.queue.phase() {
+        ServerPhase::Failed => ready(State(shared)).await.into_response(),
+        ServerPhase::Starting | ServerPhase::Ready | ServerPhase::Draining => {
+            StatusCode::OK.into_response()
+        }
+    }
+}
+
 async fn ready(State(shared): Shares) -> (StatusCode, Json<Value>) {
     let (status, word) = match shared.queue.phase() {
         ServerPhase::Ready if shared.queue.is_stalled() => {
@@ -152,6 +161,7 @@ async fn ready(State(shared): Shares) -> (StatusCode, Json<Value>) {
         ServerPhase::Ready => (StatusCode::OK, "ready"),
         ServerPhase::Starting => (StatusCode::SERVICE_UNAVAILABLE, "starting"),
         ServerPhase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+        ServerPhase::Failed => (StatusCode::SERVICE_UNAVAILABLE, "failed"),
     };
     (status, Json(json!({ "status": word })))
 }

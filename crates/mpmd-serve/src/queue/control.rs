@@ -245,6 +245,7 @@ fn refuse_unless_ready(state: &QueueState) -> Result<(), Refused> {
         ServerPhase::Ready => Ok(()),
         ServerPhase::Starting => Err(Refused::Starting),
         ServerPhase::Draining => Err(Refused::Draining),
+        ServerPhase::Failed => Err(Refused::Failed),
     }
 }
 

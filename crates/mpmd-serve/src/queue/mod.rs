@@ -73,6 +73,9 @@ pub enum Refused {
     /// The server is shutting down, and takes no requests any more.
     #[error("the server is shutting down")]
     Draining,
+    /// The server has failed, and ends.
+    #[error("the server has failed, and ends")]
+    Failed,
 }
 
 impl Refused {
@@ -83,6 +86,7 @@ impl Refused {
             Self::Tokens { .. } => "tokens",
             Self::Starting => "starting",
             Self::Draining => "draining",
+            Self::Failed => "failed",
         }
     }
 }
@@ -96,6 +100,8 @@ pub enum ServerPhase {
     Ready,
     /// No new request is taken. Requests taken before are still answered.
     Draining,
+    /// The engine has ended before the server was drained. All requests fail.
+    Failed,
 }
 
 struct QueueShared {
@@ -244,6 +250,7 @@ impl RequestQueue {
         match state.phase {
             ServerPhase::Starting => Err(Refused::Starting),
             ServerPhase::Draining => Err(Refused::Draining),
+            ServerPhase::Failed => Err(Refused::Failed),
             ServerPhase::Ready if waiting.requests + added.requests > limits.requests => {
                 Err(Refused::Requests {
                     waiting: waiting.requests,
@@ -273,9 +280,12 @@ impl RequestQueue {
         self.0.answers.lock().are_late(now())
     }
 
-    /// Refuses new requests from now on. Ends a pause.
+    /// Refuses new requests from now on. Ends a pause. Does nothing if the server has failed.
     pub fn drain(&self) {
         self.0.change(|state| {
+            if state.phase == ServerPhase::Failed {
+                return;
+            }
             state.phase = ServerPhase::Draining;
             self.0.pause.send_replace(PauseState::None);
             state.weights.loaded(Err(Refused::Draining.into()));
@@ -374,7 +384,10 @@ impl ReplyStream {
             }
         };
 
-        let event = event.unwrap_or_else(|| ReplyEvent::Failed("the engine has ended".into()));
+        let event = event.unwrap_or_else(|| {
+            let why = self.cut.borrow().clone();
+            ReplyEvent::Failed(why.unwrap_or_else(|| "the engine has ended".into()))
+        });
         self.end = match event {
             ReplyEvent::Token(_) => None,
             ReplyEvent::End(Finish::Stop) => Some("stop"),
@@ -430,6 +443,20 @@ impl RequestArrivals {
         if is_new {
             tracing::info!(target: LOG_TARGET, "ready: requests are taken");
         }
+    }
+
+    /// Ends all open requests with [`ReplyEvent::Failed`] and this reason, and refuses new ones.
+    pub(crate) fn fail(&self, why: &Arc<str>) {
+        let mut open = 0;
+        self.0.change(|state| {
+            state.phase = ServerPhase::Failed;
+            open = state.open;
+        });
+        self.0.cut.send_replace(Some(why.clone()));
+        tracing::error!(
+            target: LOG_TARGET,
+            "{why}; no request is taken, and {open} end with this error"
+        );
     }
 
     /// Returns the new requests, in the order of arrival. Does not block.

@@ -357,3 +357,24 @@ fn waker_ends_the_wait() {
     });
     assert!(arrivals.is_woken() && !arrivals.is_woken());
 }
+
+#[test]
+fn failed_engine_tells_its_reason_to_all_requests() {
+    let (queue, arrivals) = ready(9, 99);
+    let mut taken = queue.submit(request(1)).unwrap();
+    let mut sender = arrivals.take().swap_remove(0).sender;
+    sender.start();
+    let mut waiting = queue.submit(request(1)).unwrap();
+
+    let why: Arc<str> = "process 1 is lost".into();
+    arrivals.fail(&why);
+    // The engine ends with all it has, before the clients look.
+    drop((sender, arrivals));
+    for client in [&mut taken, &mut waiting] {
+        assert_eq!(next(client), Some(ReplyEvent::Failed(why.clone())));
+        assert_eq!(next(client), None);
+    }
+    assert_eq!(refused(&queue, 1), Refused::Failed);
+    queue.drain();
+    assert_eq!(queue.phase(), ServerPhase::Failed);
+}

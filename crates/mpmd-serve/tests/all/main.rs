@@ -6,6 +6,7 @@ mod clients;
 mod control;
 mod endpoints;
 mod engine;
+mod failing;
 mod fields;
 mod folder;
 mod guide;
