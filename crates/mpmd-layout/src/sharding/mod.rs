@@ -4,6 +4,7 @@
 //! later steps see layouts only.
 
 mod chunk;
+mod dimension_rule;
 mod enumerated;
 mod error;
 mod intern;
@@ -19,6 +20,9 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 pub use chunk::{ChunkRanks, chunk_by_rank};
+pub use dimension_rule::{
+    BoundRule, DimensionMisfit, DimensionRule, DimensionRuleError, RuleArray, RulePlace,
+};
 pub use error::ShardingError;
 pub use kind::MemoryKind;
 use kind::ShardingKind;
