@@ -13,8 +13,8 @@ use mpmd_transport::TransportError;
 use mpmd_launch::LaunchError;
 use mpmd_layout::aval::{AvalError, DType};
 use mpmd_layout::reshard::ReshardError;
-use mpmd_layout::sharding::ShardingError;
 use mpmd_layout::sharding::rules::RulesError;
+use mpmd_layout::sharding::{DimensionMisfit, ShardingError};
 use mpmd_layout::topology::MeshError;
 use mpmd_layout::tree::TreeError;
 use mpmd_rendezvous::{RendezvousError, TokenError};
@@ -351,6 +351,15 @@ pub enum IssueProblem {
         found: String,
         /// The undeclared property: host memory or partial sums.
         property: &'static str,
+    },
+    /// A device has other parts of inputs and outputs than the kernel's
+    /// [rule](crate::kernel::Kernel::rule) asks for.
+    #[error("{why}: {arrays}. Divide them alike: inputs by device_put, outputs by `.outputs(…)`")]
+    Dimensions {
+        /// The misfit.
+        why: Box<DimensionMisfit>,
+        /// The shardings of all inputs and outputs.
+        arrays: String,
     },
     /// A sharding with unreduced axes was given for values that are not partial sums.
     #[error("{}{sharding} is of partial sums, which only a kernel writes: make it as \

@@ -11,6 +11,7 @@ use super::{Kernel, Shapes, Signature, Views, ViewsMut};
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{DimensionRule, DimensionRuleError};
 use mpmd_layout::tree::Tree;
 use mpmd_memory::OwnedBuffer;
 
@@ -27,6 +28,11 @@ pub trait HostWork: Send + Sync + 'static {
     ///
     /// If the inputs' shapes or dtypes do not fit.
     fn infer(&self, x: &Shapes<Self::In>) -> Result<Shapes<Self::Out>>;
+
+    /// Returns how the dimensions of inputs and outputs belong together, as [`Kernel::rule`] does.
+    fn rule(&self) -> Option<DimensionRule> {
+        None
+    }
 
     /// Adds further declarations to the signature. Default: none.
     fn declare(
@@ -55,6 +61,8 @@ pub trait HostWork: Send + Sync + 'static {
 pub struct HostKernel<W> {
     work: W,
     identity: ClosureIdentity,
+    /// The rule that the program gave, or the reason why its text is none.
+    rule: Option<std::result::Result<DimensionRule, DimensionRuleError>>,
 }
 
 impl<W> HostKernel<W> {
@@ -80,6 +88,7 @@ impl<W: HostWork> HostKernel<W> {
         Self {
             work,
             identity: ClosureIdentity::new(kind, at, captures),
+            rule: None,
         }
     }
 
@@ -95,12 +104,26 @@ impl<W: HostWork> HostKernel<W> {
     }
 }
 
+impl<W: HostWork> HostKernel<W> {
+    /// Says how the dimensions of inputs and outputs belong together, as a [`DimensionRule`]:
+    /// `"b k, k n -> b n"`. A call whose arrays are divided in other ways, or a text that is no
+    /// rule, is refused when it is issued.
+    #[must_use]
+    pub fn rule(mut self, text: &str) -> Self {
+        self.rule = Some(text.parse());
+        self
+    }
+}
+
 impl<W: HostWork> Kernel for HostKernel<W> {
     type In = W::In;
     type Out = W::Out;
 
     fn infer(&self, x: &Shapes<W::In>) -> Result<Signature<Shapes<W::Out>>> {
         self.identity.check()?;
+        if let Some(Err(why)) = &self.rule {
+            return Err(Error::kernel(format!("rule {why}")));
+        }
         let signature = Signature::new(self.work.infer(x)?);
         Ok(self.work.declare(x, signature))
     }
@@ -112,6 +135,13 @@ impl<W: HostWork> Kernel for HostKernel<W> {
         y: ViewsMut<'_, W::Out>,
     ) -> Result<()> {
         cx.on_host::<W::In, W::Out>(x, y, |_, x, y| self.work.run(x, y))
+    }
+
+    fn rule(&self) -> Option<DimensionRule> {
+        match &self.rule {
+            Some(rule) => rule.clone().ok(),
+            None => self.work.rule(),
+        }
     }
 
     fn name(&self) -> &str {

@@ -4,11 +4,12 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::cuda::Gemm;
 use crate::kernel::host::check_region;
-use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+use crate::kernel::{Context, Kernel, Signature, View, ViewMut, written_rule};
 use mpmd_device::cpu::matmul::{Scalar, matmul as product};
 use mpmd_device::cuda::source::{CUBLAS, Source};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;
+use mpmd_layout::sharding::DimensionRule;
 
 /// Returns a kernel that multiplies `[.., m, k]` by `[k, n]` to `[.., m, n]`, for `f32` and `f64`.
 ///
@@ -21,11 +22,9 @@ use mpmd_layout::region::Region;
 ///
 /// - if the first array has fewer than two dimensions, or the second not exactly two;
 /// - if the sizes `k` differ;
-/// - if the dtypes are not both `f32` or both `f64`.
-///
-/// The output fails if dimension `k` of an input is divided over devices. It also fails if a
-/// device's region of the output does not match its rows of the first array and its columns of the
-/// second.
+/// - if the dtypes are not both `f32` or both `f64`;
+/// - if a device's region of the output does not match its rows of the first array and its columns
+///   of the second. If dimension `k` is divided, the output has to be unreduced over its axis.
 pub fn matmul() -> impl Kernel<In = (MpmdArray, MpmdArray), Out = MpmdArray> {
     Matmul
 }
@@ -61,8 +60,13 @@ impl Kernel for Matmul {
         mut y: ViewMut<'_>,
     ) -> Result<()> {
         let inner = a.global().ndim() - 1;
-        check_whole("input 0", &a, inner)?;
-        check_whole("input 1", &b, 0)?;
+        let (of_a, of_b) = (a.region().range(inner), b.region().range(0));
+        if of_a != of_b {
+            return Err(Error::kernel(format!(
+                "this device has {of_a:?} of dimension {inner} of input 0, but {of_b:?} of \
+                 dimension 0 of input 1"
+            )));
+        }
 
         let rows = a.region().ranges().take(inner);
         let gives = Region::new(rows.chain([b.region().range(1)]).collect());
@@ -85,6 +89,10 @@ impl Kernel for Matmul {
             DType::F64 => on_host::<f64>(a, b, y, m, k, n),
             _ => on_host::<f32>(a, b, y, m, k, n),
         }
+    }
+
+    fn rule(&self) -> Option<DimensionRule> {
+        written_rule("... m k, k n -> ... m n")
     }
 
     fn name(&self) -> &str {
@@ -114,19 +122,4 @@ fn on_host<T: Element + Scalar>(
         false,
     );
     Ok(())
-}
-
-/// Returns an error if dimension `dim` of the input is divided over devices.
-fn check_whole(what: &str, x: &View<'_>, dim: usize) -> Result<()> {
-    let found = x.region().range(dim);
-    let size = x.global().shape()[dim];
-
-    if found == (0..size) {
-        return Ok(());
-    }
-    Err(Error::kernel(format!(
-        "dimension {dim} of {what}, {}, is divided: this device has {found:?} of it; matmul needs \
-         it whole on each device",
-        x.global()
-    )))
 }

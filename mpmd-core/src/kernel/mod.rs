@@ -39,6 +39,7 @@ use crate::error::Result;
 use crate::exec::array::MpmdArray;
 use mpmd_device::cuda::source::Source;
 use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::DimensionRule;
 use mpmd_layout::tree::Tree;
 
 /// The tree `T` with a shape at each leaf.
@@ -113,6 +114,15 @@ pub trait Kernel: Send + Sync + 'static {
         y: ViewsMut<'_, Self::Out>,
     ) -> Result<()>;
 
+    /// Returns how the dimensions of inputs and outputs belong together. Leaves of trees count in
+    /// their order.
+    ///
+    /// With a rule, a call whose inputs and outputs are divided in other ways is refused when it is
+    /// issued. By default there is none, and the kernel itself finds what does not fit.
+    fn rule(&self) -> Option<DimensionRule> {
+        None
+    }
+
     /// Returns the kernel's name for messages. The default is the name of the type.
     fn name(&self) -> &str {
         plain_name::<Self>()
@@ -131,6 +141,12 @@ pub trait Kernel: Send + Sync + 'static {
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
+}
+
+/// Returns a rule that is written in this crate.
+pub(crate) fn written_rule(text: &str) -> Option<DimensionRule> {
+    let rule = text.parse();
+    Some(rule.expect("the rules of this crate are right"))
 }
 
 /// Returns a type's name without path and type parameters.

@@ -61,6 +61,34 @@ impl Structure {
         paths
     }
 
+    /// Returns the indices of the leaves at or below `path`, such as `blocks/3`. The root has the
+    /// path `""`. A name that contains `/` is one name.
+    pub fn leaves_at(&self, path: &str) -> Vec<usize> {
+        let mut found = Vec::new();
+        self.add_leaves_at(Some(path).filter(|path| !path.is_empty()), 0, &mut found);
+        found
+    }
+
+    /// Adds the indices of the leaves at or below `path`, or of all leaves if it is `None`. `first`
+    /// is the index of the first leaf of this structure.
+    fn add_leaves_at(&self, path: Option<&str>, first: usize, found: &mut Vec<usize>) {
+        let Some(path) = path else {
+            found.extend(first..first + self.leaves());
+            return;
+        };
+        let Self::Node(branches) = self else { return };
+        let mut first = first;
+        for (name, branch) in branches.iter() {
+            let rest = path.strip_prefix(&*name.text());
+            match rest.map(|rest| (rest, rest.strip_prefix('/'))) {
+                Some(("", _)) => branch.add_leaves_at(None, first, found),
+                Some((_, Some(rest))) => branch.add_leaves_at(Some(rest), first, found),
+                _ => {}
+            }
+            first += branch.leaves();
+        }
+    }
+
     /// Returns the (name, structure) branches of this node if they are numbered from 0. If `count`
     /// is given, there must be `count` of them. For implementations of [`Tree::build`].
     ///

@@ -5,6 +5,7 @@
 //! with the same shapes and shardings.
 
 mod call;
+mod dimensions;
 mod dry_run;
 mod on_cuda;
 mod plan;

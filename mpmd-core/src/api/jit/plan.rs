@@ -9,6 +9,7 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 
 use super::call::DeviceCall;
+use super::dimensions::check_dimensions;
 use super::unchanged_inputs::UnchangedInputs;
 use super::warm::Warm;
 use super::{DeviceSlots, Jit, PreparedCalls};
@@ -383,7 +384,8 @@ impl CallPlan {
             &signature.outputs.leaves(),
             &what,
         )?;
-        let mut inputs = input_plans(jit, &paths, &leaves)?;
+        let mut inputs = input_plans(jit, &input_structure, &leaves)?;
+        check_dimensions(jit, &leaves, &outputs)?;
 
         for (input, output) in &signature.aliases {
             let i = find(&paths, input, "input")?;
@@ -481,24 +483,25 @@ fn output_plans<K: Kernel>(
 /// no input has.
 fn input_plans<K: Kernel>(
     jit: &Jit<K>,
-    paths: &[String],
+    structure: &Structure,
     leaves: &[&MpmdArray],
 ) -> PlanResult<Vec<InputPlan>> {
-    let unknown = jit
-        .donate
-        .iter()
-        .find(|prefix| !paths.iter().any(|path| is_below(path, prefix)));
-    if let Some(unknown) = unknown {
-        return Err(IssueProblem::Signature(format!(
-            "donate({unknown:?}) names none of the inputs"
-        )));
+    let mut donated = HashSet::new();
+    for path in &jit.donate {
+        let found = structure.leaves_at(path);
+        if found.is_empty() {
+            return Err(IssueProblem::Signature(format!(
+                "donate({path:?}) names none of the inputs"
+            )));
+        }
+        donated.extend(found);
     }
 
-    let inputs = leaves.iter().zip(paths).map(|(leaf, path)| InputPlan {
+    let inputs = leaves.iter().enumerate().map(|(i, leaf)| InputPlan {
         aval: leaf.aval().clone(),
         made: leaf.made().cloned(),
         // Host values have no memory of a device to give.
-        donated: leaf.made().is_some() && jit.donate.iter().any(|prefix| is_below(path, prefix)),
+        donated: leaf.made().is_some() && donated.contains(&i),
         in_place: false,
     });
     Ok(inputs.collect())
@@ -645,6 +648,11 @@ fn check_inputs<K: Kernel>(
         .transpose()
         .map_err(IssueProblem::Tree)?;
 
+    let sums: HashSet<usize> = jit
+        .partial_sums
+        .into_iter()
+        .flat_map(|path| structure.leaves_at(path))
+        .collect();
     for (i, leaf) in leaves.iter().enumerate() {
         let Repr::Placed(placed) = &leaf.repr else {
             continue;
@@ -683,10 +691,8 @@ fn check_inputs<K: Kernel>(
                 }
             }
             None => {
-                let accepted = !placed.made.sharding.unreduced_axes().is_empty()
-                    && jit
-                        .partial_sums
-                        .is_some_and(|prefix| is_below(&path, prefix));
+                let accepted =
+                    !placed.made.sharding.unreduced_axes().is_empty() && sums.contains(&i);
                 if let Some(what) = unusual.filter(|_| !accepted) {
                     let found = placed.made.sharding.to_string();
                     return Err(IssueProblem::InputUndeclared {
@@ -703,7 +709,7 @@ fn check_inputs<K: Kernel>(
 
 /// Returns the property of a sharding that a kernel accepts only if declared: partial sums or host
 /// memory. `None` for other shardings.
-fn unusual(sharding: &Sharding) -> Option<&'static str> {
+pub(super) fn unusual(sharding: &Sharding) -> Option<&'static str> {
     if !sharding.unreduced_axes().is_empty() {
         return Some("partial sums");
     }
@@ -859,15 +865,6 @@ fn find(paths: &[String], path: &str, what: &str) -> PlanResult<usize> {
             paths.join(", ")
         ))
     })
-}
-
-/// True if the path of an input is `prefix` or below it.
-fn is_below(path: &str, prefix: &str) -> bool {
-    prefix.is_empty()
-        || path == prefix
-        || path
-            .strip_prefix(prefix)
-            .is_some_and(|rest| rest.starts_with('/'))
 }
 
 fn fingerprint<K: Kernel>(

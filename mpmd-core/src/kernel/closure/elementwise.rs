@@ -6,8 +6,9 @@ use std::panic::Location;
 use super::{MpmdArray, check_dtypes};
 use crate::error::{Error, Result};
 use crate::kernel::host::{HostKernel, HostWork, check_region};
-use crate::kernel::{Shapes, View, ViewMut, Views, ViewsMut};
+use crate::kernel::{Shapes, View, ViewMut, Views, ViewsMut, written_rule};
 use mpmd_layout::aval::{Element, ShapedArray};
+use mpmd_layout::sharding::DimensionRule;
 
 /// Number of elements computed at a time, and of copies of a scalar argument in a buffer on the
 /// stack.
@@ -40,10 +41,8 @@ const CHUNK: usize = 256;
 ///
 /// - if an input has another dtype than `f`'s argument;
 /// - if the shapes of two inputs differ and neither is `[]`;
+/// - if a device holds different regions of two arrays: the error names both;
 /// - if `f` captures values and `with` declares none.
-///
-/// If a device holds different regions of two arrays, the outputs fail with an error that names
-/// both.
 #[track_caller]
 pub fn elementwise<F, A>(f: F) -> HostKernel<Elementwise<F, A>>
 where
@@ -114,7 +113,7 @@ fn common_shape<'a>(inputs: &[&'a ShapedArray]) -> Result<&'a [usize]> {
 
 /// Implements the loop over elements for functions of these arguments.
 macro_rules! elementwise {
-    ($($x:ident: $X:ident $path:literal)+) => {
+    ($($x:ident: $X:ident $path:literal $comma:literal)+) => {
         impl<F, R, $($X),+> HostWork for Elementwise<F, fn($($X),+) -> R>
         where
             F: Fn($($X),+) -> R + Send + Sync + 'static,
@@ -128,6 +127,10 @@ macro_rules! elementwise {
                 check_dtypes("input", x, &[$($X::DTYPE),+])?;
                 let names!($($x)+) = x;
                 Ok(ShapedArray::try_new(common_shape(&[$($x),+])?, R::DTYPE)?)
+            }
+
+            fn rule(&self) -> Option<DimensionRule> {
+                written_rule(concat!($($comma, "...",)+ " -> ..."))
             }
 
             fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, MpmdArray>) -> Result<()> {
@@ -149,7 +152,9 @@ macro_rules! elementwise {
     };
 }
 
-elementwise! { a: A "input 0" }
-elementwise! { a: A "input 0" b: B "input 1" }
-elementwise! { a: A "input 0" b: B "input 1" c: C "input 2" }
-elementwise! { a: A "input 0" b: B "input 1" c: C "input 2" d: D "input 3" }
+elementwise! { a: A "input 0" "" }
+elementwise! { a: A "input 0" "" b: B "input 1" ", " }
+elementwise! { a: A "input 0" "" b: B "input 1" ", " c: C "input 2" ", " }
+elementwise! {
+    a: A "input 0" "" b: B "input 1" ", " c: C "input 2" ", " d: D "input 3" ", "
+}

@@ -291,7 +291,8 @@ impl BoundRule {
     /// Compares the parts of all arrays on each device. An operand without a layout is on every
     /// device as a whole, and each device takes of it what it needs.
     ///
-    /// All arrays are on the same devices, and have the shapes for which the rule was bound.
+    /// All results are on the same devices. Operands may be on more devices. All arrays have the
+    /// shapes for which the rule was bound.
     ///
     /// # Errors
     ///
@@ -308,12 +309,9 @@ impl BoundRule {
             return Err(DimensionMisfit::Unreduced { operand });
         }
 
-        let placed = operands
-            .iter()
-            .copied()
-            .flatten()
-            .chain(results.iter().copied());
-        let devices = placed.clone().next().map_or(&[][..], Layout::devices);
+        let outputs = results.iter().copied();
+        let mut placed = outputs.chain(operands.iter().copied().flatten());
+        let devices = placed.next().map_or(&[][..], Layout::devices);
         let parts = devices
             .iter()
             .map(|device| self.parts(*device, operands, results))
