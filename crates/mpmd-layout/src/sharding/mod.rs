@@ -21,7 +21,8 @@ use std::sync::Arc;
 
 pub use chunk::{ChunkRanks, chunk_by_rank};
 pub use dimension_rule::{
-    BoundRule, DimensionMisfit, DimensionRule, DimensionRuleError, RuleArray, RulePlace,
+    BoundRule, DeviceParts, DimensionMisfit, DimensionRule, DimensionRuleError, RuleArray,
+    RulePlace,
 };
 pub use error::ShardingError;
 pub use kind::MemoryKind;

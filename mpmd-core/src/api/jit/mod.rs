@@ -495,30 +495,28 @@ fn prepare<K: Kernel>(
     });
 
     for (seat_index, seat) in plan.seats.iter().enumerate() {
-        let inputs = leaves
-            .iter()
-            .zip(&plan.inputs)
-            .map(|(leaf, input)| match &leaf.repr {
-                Repr::Host(host) => CallInput::Host(host.bytes().clone()),
-                Repr::Placed(handle) if input.donated => CallInput::Donated(handle.clone()),
-                Repr::Placed(handle) => {
-                    let placed: &Placed = handle;
-                    match placed.slot(seat.place.device) {
-                        Some(slot) => CallInput::AsyncBuffer {
-                            slot: slot.issue_use(),
-                            op: placed.origin.op,
-                        },
-                        // Cannot happen: the plan has checked that every device has its part.
-                        None => {
-                            let empty = AsyncBuffer::filled(Vec::new().into());
-                            CallInput::AsyncBuffer {
-                                slot: empty.issue_use(),
-                                op: 0,
-                            }
+        let inputs = leaves.iter().zip(&plan.inputs).zip(&seat.inputs);
+        let inputs = inputs.map(|((leaf, input), shard)| match &leaf.repr {
+            Repr::Host(host) => CallInput::Host(host.part(&shard.region)),
+            Repr::Placed(handle) if input.donated => CallInput::Donated(handle.clone()),
+            Repr::Placed(handle) => {
+                let placed: &Placed = handle;
+                match placed.slot(seat.place.device) {
+                    Some(slot) => CallInput::AsyncBuffer {
+                        slot: slot.issue_use(),
+                        op: placed.origin.op,
+                    },
+                    // Cannot happen: the plan has checked that every device has its part.
+                    None => {
+                        let empty = AsyncBuffer::filled(Vec::new().into());
+                        CallInput::AsyncBuffer {
+                            slot: empty.issue_use(),
+                            op: 0,
                         }
                     }
                 }
-            });
+            }
+        });
 
         let memory = runtime.reserve_all(
             seat.local_index,

@@ -20,7 +20,7 @@ use crate::kernel::{Collective, DeviceBindings, Kernel, MeshPosition, Shapes, Sh
 use crate::{api::program::Program, exec::dry_run::KnownDescriptor};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
-use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::sharding::{DeviceParts, MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
 use mpmd_memory::BufferSizes;
@@ -385,7 +385,7 @@ impl CallPlan {
             &what,
         )?;
         let mut inputs = input_plans(jit, &input_structure, &leaves)?;
-        check_dimensions(jit, &leaves, &outputs)?;
+        let parts = check_dimensions(jit, &leaves, &outputs)?;
 
         for (input, output) in &signature.aliases {
             let i = find(&paths, input, "input")?;
@@ -408,6 +408,7 @@ impl CallPlan {
             leaves: &leaves,
             inputs: &inputs,
             outputs: &outputs,
+            parts: parts.as_ref(),
             objects: &objects,
             topology: &runtime.topology,
         };
@@ -763,6 +764,8 @@ struct SeatPlanner<'a> {
     leaves: &'a [&'a MpmdArray],
     inputs: &'a [InputPlan],
     outputs: &'a [OutputPlan],
+    /// The parts that the kernel's rule tells. `None` if it has no rule.
+    parts: Option<&'a DeviceParts>,
     objects: &'a ObjectPlan,
     topology: &'a Topology,
 }
@@ -779,21 +782,25 @@ impl SeatPlanner<'_> {
             .collect::<Result<Vec<_>, _>>()
             .map_err(|error| IssueProblem::Signature(error.to_string()))?;
 
-        let part = |aval: &ShapedArray, layout: Option<&Layout>| {
-            let region = layout.and_then(|layout| layout.region_of(device).cloned());
+        let part = |aval: &ShapedArray, region: Option<Region>| {
             ShardInfo::new(
                 aval.clone(),
                 region.unwrap_or_else(|| Region::full(aval.shape())),
             )
         };
-        let inputs = self.leaves.iter().map(|leaf| match &leaf.repr {
-            Repr::Host(host) => part(host.aval(), None),
-            Repr::Placed(placed) => part(&placed.made.aval, Some(&placed.made.layout)),
+        let shard = |made: &Made| part(&made.aval, made.layout.region_of(device).cloned());
+        let inputs = self.leaves.iter().enumerate();
+        let inputs = inputs.map(|(i, leaf)| match &leaf.repr {
+            Repr::Host(host) => {
+                let region = self.parts.and_then(|parts| parts.region_of(i, device));
+                part(host.aval(), region)
+            }
+            Repr::Placed(placed) => shard(&placed.made),
         });
         let parts: Vec<ShardInfo> = self
             .outputs
             .iter()
-            .map(|output| part(&output.made.aval, Some(&output.made.layout)))
+            .map(|output| shard(&output.made))
             .collect();
 
         let takes_over =

@@ -3,10 +3,12 @@
 use std::fmt;
 use std::panic::Location;
 
+use mpmd_device::copy::copy_region;
 use mpmd_memory::ALIGNMENT;
 use mpmd_memory::SharedBuffer;
 
 use mpmd_layout::aval::{AvalError, DType, Element, ShapedArray};
+use mpmd_layout::region::Region;
 use mpmd_layout::tree::Leaf;
 
 /// A whole array in host memory, row-major. Immutable; clones share the values.
@@ -121,6 +123,18 @@ impl HostArray {
     /// Returns the elements' bytes: row-major, and little-endian as on every supported machine.
     pub fn bytes(&self) -> &SharedBuffer {
         &self.data
+    }
+
+    /// Returns the values of a region, row-major. Copies nothing if the region is the whole array.
+    pub(crate) fn part(&self, region: &Region) -> SharedBuffer {
+        let whole = Region::full(self.shape());
+        if *region == whole {
+            return self.data.clone();
+        }
+        let item_bytes = self.dtype().size();
+        let mut part = vec![0; region.elements() * item_bytes];
+        copy_region(&self.data, &whole, &mut part, region, region, item_bytes);
+        part.into()
     }
 }
 

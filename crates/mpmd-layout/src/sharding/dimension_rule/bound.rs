@@ -5,6 +5,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::{ArrayDimensions, DimensionRule};
+use crate::region::Region;
 use crate::sharding::Layout;
 use crate::topology::DeviceId;
 
@@ -31,6 +32,27 @@ struct ArrayDimension {
     of: usize,
     /// True if the array has size 1 where the rule's dimension has another size.
     is_repeated: bool,
+}
+
+/// The part of each dimension of a [`BoundRule`] that each device computes with.
+#[derive(Clone, Debug)]
+pub struct DeviceParts {
+    operands: Vec<Vec<ArrayDimension>>,
+    parts: BTreeMap<DeviceId, Vec<Range<usize>>>,
+}
+
+impl DeviceParts {
+    /// Returns the region of an operand that a device computes with. `None` if the device computes
+    /// nothing, or there is no such operand.
+    pub fn region_of(&self, operand: usize, device: DeviceId) -> Option<Region> {
+        let parts = self.parts.get(&device)?;
+        let dims = self.operands.get(operand)?.iter();
+        let range = |dim: &ArrayDimension| match dim.is_repeated {
+            true => 0..1,
+            false => parts[dim.of].clone(),
+        };
+        Some(Region::new(dims.map(range).collect()))
+    }
 }
 
 /// An array of a computation, by its index.
@@ -119,7 +141,8 @@ pub enum DimensionMisfit {
     },
     /// The devices compute another number of summands of a result than its sharding has.
     #[error(
-        "output {result} has {expected} summands, one for each part of {names}, but its sharding is for {found}"
+        "output {result} has {expected} summands, one for each part of {names}, but its sharding \
+         is for {found}"
     )]
     Summands {
         /// Index of the result.
@@ -178,6 +201,9 @@ impl DimensionRule {
         Ok(binder.bound(operands, results))
     }
 }
+
+/// The start and end of a region in each dimension.
+type Bounds = Vec<(usize, usize)>;
 
 /// Finds the size of each dimension of a rule.
 struct Binder<'a> {
@@ -288,8 +314,9 @@ impl<'a> Binder<'a> {
 }
 
 impl BoundRule {
-    /// Compares the parts of all arrays on each device. An operand without a layout is on every
-    /// device as a whole, and each device takes of it what it needs.
+    /// Compares the parts of all arrays on each device, and returns the part that each device
+    /// computes with. An operand without a layout is on every device as a whole, and each device
+    /// takes of it what it needs.
     ///
     /// All results are on the same devices. Operands may be on more devices. All arrays have the
     /// shapes for which the rule was bound.
@@ -302,7 +329,7 @@ impl BoundRule {
         &self,
         operands: &[Option<&Layout>],
         results: &[&Layout],
-    ) -> Result<(), DimensionMisfit> {
+    ) -> Result<DeviceParts, DimensionMisfit> {
         let is_unreduced =
             |layout: &Option<&Layout>| layout.is_some_and(|layout| layout.terms() > 1);
         if let Some(operand) = operands.iter().position(is_unreduced) {
@@ -319,7 +346,11 @@ impl BoundRule {
         for (result, layout) in results.iter().enumerate() {
             self.check_summands(result, layout, devices, &parts)?;
         }
-        Ok(())
+        let operands = self.operands.clone();
+        Ok(DeviceParts {
+            operands,
+            parts: devices.iter().copied().zip(parts).collect(),
+        })
     }
 
     /// Returns a device's part of each dimension of the rule.
@@ -391,8 +422,7 @@ impl BoundRule {
 
         // For each part of the result, the parts of the summed dimensions and the summand of each
         // device.
-        let mut summands: BTreeMap<Vec<(usize, usize)>, BTreeSet<(Vec<(usize, usize)>, usize)>> =
-            BTreeMap::new();
+        let mut summands: BTreeMap<Bounds, BTreeSet<(Bounds, usize)>> = BTreeMap::new();
         for (device, parts) in devices.iter().zip(parts) {
             let Some(place) = layout.place_of(*device) else {
                 continue;
@@ -405,12 +435,10 @@ impl BoundRule {
         }
 
         for pairs in summands.values() {
-            let computed: BTreeSet<&Vec<(usize, usize)>> =
-                pairs.iter().map(|(part, _)| part).collect();
+            let computed: BTreeSet<&Bounds> = pairs.iter().map(|(part, _)| part).collect();
             let terms: BTreeSet<usize> = pairs.iter().map(|(_, term)| *term).collect();
-            let volume = |part: &&Vec<(usize, usize)>| -> usize {
-                part.iter().map(|(start, end)| end - start).product()
-            };
+            let volume =
+                |part: &&Bounds| -> usize { part.iter().map(|(start, end)| end - start).product() };
             if computed.iter().map(volume).sum::<usize>() != size {
                 return Err(DimensionMisfit::Missing { result });
             }
@@ -456,7 +484,7 @@ mod tests {
         let results: Vec<_> = results.iter().map(layout).collect();
         let operands: Vec<_> = operands.iter().map(|layout| Some(&**layout)).collect();
         let results: Vec<_> = results.iter().map(|layout| &**layout).collect();
-        bound.check(&operands, &results)
+        bound.check(&operands, &results).map(|_| ())
     }
 
     fn on(spec: Spec) -> Sharding {
@@ -578,7 +606,8 @@ mod tests {
     fn whole_dimensions_may_not_be_divided() {
         let softmax = |spec: Spec| {
             let x = (&[8, 4][..], on(spec));
-            check("... !i -> ... !i", &[x.clone()], &[x])
+            let x = std::slice::from_ref(&x);
+            check("... !i -> ... !i", x, x)
         };
         assert_eq!(softmax(spec!["x"]), Ok(()));
         assert_eq!(
@@ -598,27 +627,29 @@ mod tests {
 
     #[test]
     fn host_values_follow_and_parts_that_nobody_computes_are_found() {
-        let rule: DimensionRule = "i, i -> i".parse().unwrap();
-        let bound = rule.bind(&[&[8], &[8]], &[&[8]]).unwrap();
-        let rows = on(spec!["x"]).layout(&[8]).unwrap();
-        assert_eq!(bound.check(&[Some(&rows), None], &[&rows]), Ok(()));
+        let rule: DimensionRule = "..., ... -> ...".parse().unwrap();
+        let bound = rule.bind(&[&[4, 8], &[4, 1]], &[&[4, 8]]).unwrap();
+        let tiles = on(spec!["x", "y"]).layout(&[4, 8]).unwrap();
+        let parts = bound.check(&[Some(&tiles), None], &[&tiles]).unwrap();
+        let of_last = parts.region_of(1, DeviceId(3));
+        assert_eq!(of_last, Some(Region::new(vec![2..4, 0..1])));
+        assert_eq!(parts.region_of(1, DeviceId(4)), None);
+        assert_eq!(parts.region_of(2, DeviceId(3)), None);
 
         // Each device has its own rows, but only half of the columns of each.
         let devices: Vec<DeviceId> = (0..2).map(DeviceId).collect();
-        let part = |i: usize, j: usize| crate::region::Region::new(vec![i..i + 1, j..j + 1]);
+        let part = |i: usize, j: usize| Region::new(vec![i..i + 1, j..j + 1]);
         let diagonal = Layout::new(
             &[2, 2],
             devices.clone(),
             vec![part(0, 0), part(1, 1)],
             false,
         );
-        let line = |i: usize| crate::region::Region::new(std::iter::once(i..i + 1).collect());
+        let line = |i: usize| Region::new(std::iter::once(i..i + 1).collect());
         let rows = Layout::new(&[2], devices, vec![line(0), line(1)], false);
         let sum: DimensionRule = "i j -> i".parse().unwrap();
         let bound = sum.bind(&[&[2, 2]], &[&[2]]).unwrap();
-        assert_eq!(
-            bound.check(&[Some(&diagonal)], &[&rows]),
-            Err(DimensionMisfit::Missing { result: 0 })
-        );
+        let found = bound.check(&[Some(&diagonal)], &[&rows]);
+        assert_eq!(found.unwrap_err(), DimensionMisfit::Missing { result: 0 });
     }
 }

@@ -7,7 +7,7 @@
 mod bound;
 mod text;
 
-pub use bound::{BoundRule, DimensionMisfit, RuleArray, RulePlace};
+pub use bound::{BoundRule, DeviceParts, DimensionMisfit, RuleArray, RulePlace};
 pub use text::DimensionRuleError;
 
 use std::fmt;
