@@ -14,6 +14,7 @@ mod collectives_nccl;
 mod context;
 pub mod cuda;
 pub(crate) mod dry_run;
+mod erased;
 mod host;
 mod matmul;
 mod rank_messages;
@@ -28,6 +29,7 @@ pub use closure::{Closures, Elementwise, InferShapes, RunKernel, elementwise, ke
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
 pub use context::Context;
 pub(crate) use context::{CudaAccess, DeviceBindings, MeshPosition};
+pub(crate) use erased::{OutputShapes, Typed, UntypedKernel};
 pub use host::{HostKernel, HostWork};
 pub use matmul::matmul;
 pub(crate) use rank_messages::agreeing;
@@ -118,7 +120,9 @@ pub trait Kernel: Send + Sync + 'static {
     /// their order.
     ///
     /// With a rule, a call whose inputs and outputs are divided in other ways is refused when it is
-    /// issued. By default there is none, and the kernel itself finds what does not fit.
+    /// issued, and each device gets the part of a host value that belongs to its parts of the other
+    /// inputs. By default there is no rule: the kernel itself finds what does not fit, and each
+    /// device gets the whole of a host value.
     fn rule(&self) -> Option<DimensionRule> {
         None
     }

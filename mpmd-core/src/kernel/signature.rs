@@ -40,6 +40,16 @@ impl<O> Signature<O> {
         }
     }
 
+    /// Returns the same signature with other outputs, computed from these.
+    pub(crate) fn with_outputs<P>(self, outputs: impl FnOnce(O) -> P) -> Signature<P> {
+        Signature {
+            outputs: outputs(self.outputs),
+            aliases: self.aliases,
+            collectives: self.collectives,
+            object_bytes: self.object_bytes,
+        }
+    }
+
     /// Updates an input in place: the output leaf at path `output` starts with the values of the
     /// input leaf at path `input`. A tree of one leaf has the path `""`.
     ///

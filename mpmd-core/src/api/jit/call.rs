@@ -21,7 +21,7 @@ use crate::exec::array::{ArrayHandle, MpmdArray};
 use crate::exec::{
     AsyncBuffer, BufferUse, Job, KernelExchange, OpGuard, Parker, Resolvers, Runtime, Work,
 };
-use crate::kernel::{Context, Kernel, Shapes, ShardInfo, View, ViewMut, Views, ViewsMut};
+use crate::kernel::{Context, Kernel, Shapes, ShardInfo, UntypedKernel, View, ViewMut};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 use mpmd_layout::tree::Tree;
@@ -29,7 +29,8 @@ use mpmd_record::trace::Label;
 
 /// One device's part of a call, as a job for the device's queue. Later calls of the same [`Bound`]
 /// reuse the box and the capacity of its lists.
-pub(super) struct DeviceCall<K: Kernel> {
+#[derive(Default)]
+pub(super) struct DeviceCall {
     pub(super) inputs: Vec<CallInput>,
     /// Buffers of the inputs that have arrived, in the order of `inputs`. `None` if an output is
     /// initialised from the buffer.
@@ -46,12 +47,12 @@ pub(super) struct DeviceCall<K: Kernel> {
     /// The objects among the call's inputs. If the call fails, they fail too.
     pub(super) objects: Vec<AsyncBuffer>,
     // Last: if the call never runs, its operation ends after its buffers are freed.
-    issued: Option<IssuedCall<K>>,
+    issued: Option<IssuedCall>,
 }
 
 /// The data that one device needs to run its part of an issued call, except the inputs.
-pub(super) struct IssuedCall<K: Kernel> {
-    pub(super) bound: Arc<Bound<K>>,
+pub(super) struct IssuedCall {
+    pub(super) bound: Arc<Bound>,
     pub(super) seat: usize,
     pub(super) op: u64,
     /// The source line that issued the call. `label` is the program's label at that time.
@@ -95,12 +96,12 @@ pub(super) enum CallInput {
 
 pub(super) type CallResult<T> = std::result::Result<T, Arc<Failure>>;
 
-impl<K: Kernel> DeviceCall<K> {
+impl DeviceCall {
     /// Stores the inputs and `issued`, and returns the call as a job for the device's queue. Does
     /// not run the kernel.
     pub(super) fn issue(
         mut self: Box<Self>,
-        issued: IssuedCall<K>,
+        issued: IssuedCall,
         inputs: impl Iterator<Item = CallInput>,
         objects: impl Iterator<Item = AsyncBuffer>,
     ) -> Job {
@@ -114,7 +115,7 @@ impl<K: Kernel> DeviceCall<K> {
     /// `self.outputs`. Fails if an input, the memory or the kernel fails.
     fn compute(
         &mut self,
-        call: &RunningCall<'_, K>,
+        call: &RunningCall<'_>,
         context: &mut Context<'_>,
         memory: ReservedMemory,
     ) -> CallResult<()> {
@@ -165,7 +166,7 @@ impl<K: Kernel> DeviceCall<K> {
 
     /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, and resolves the
     /// outputs with values or the failure. Then releases this device's guard of the operation.
-    fn run_here(mut self: Box<Self>, issued: IssuedCall<K>) {
+    fn run_here(mut self: Box<Self>, issued: IssuedCall) {
         let IssuedCall {
             bound,
             seat,
@@ -219,7 +220,7 @@ impl<K: Kernel> DeviceCall<K> {
     /// object cell.
     pub(super) fn results<'a>(
         &'a mut self,
-        call: &RunningCall<'a, K>,
+        call: &RunningCall<'a>,
     ) -> impl Iterator<Item = SharedBuffer> + 'a {
         let runtime = call.runtime();
         let seat = call.seat;
@@ -258,7 +259,7 @@ impl<K: Kernel> DeviceCall<K> {
     }
 }
 
-impl<K: Kernel> Work for DeviceCall<K> {
+impl Work for DeviceCall {
     fn run(mut self: Box<Self>) {
         let Some(issued) = self.issued.take() else {
             return;
@@ -270,22 +271,6 @@ impl<K: Kernel> Work for DeviceCall<K> {
         {
             None => self.run_here(issued),
             Some(accelerator) => self.run_on_cuda(&accelerator, issued),
-        }
-    }
-}
-
-impl<K: Kernel> Default for DeviceCall<K> {
-    fn default() -> Self {
-        Self {
-            inputs: Vec::new(),
-            arrived: Vec::new(),
-            outputs: Vec::new(),
-            made: Vec::new(),
-            held: Vec::new(),
-            fills: Vec::new(),
-            unfilled: Vec::new(),
-            objects: Vec::new(),
-            issued: None,
         }
     }
 }
@@ -325,18 +310,18 @@ enum ObjectError {
 }
 
 /// A call in progress on one device.
-pub(super) struct RunningCall<'a, K: Kernel> {
-    pub(super) bound: &'a Bound<K>,
+pub(super) struct RunningCall<'a> {
+    pub(super) bound: &'a Bound,
     pub(super) seat: &'a DeviceBinding,
     pub(super) op: u64,
     pub(super) at: &'static Location<'static>,
     pub(super) label: Option<Label>,
 }
 
-impl<'a, K: Kernel> RunningCall<'a, K> {
+impl<'a> RunningCall<'a> {
     /// Creates the view of a call on the device at index `seat` of the plan's `seats`.
     pub(super) fn new(
-        bound: &'a Bound<K>,
+        bound: &'a Bound,
         seat: usize,
         op: u64,
         at: &'static Location<'static>,
@@ -516,8 +501,8 @@ pub(super) fn poison_objects(objects: &[AsyncBuffer], failure: &Arc<Failure>) {
 /// An output that updates a donated input takes over that input's memory if nothing else uses it.
 /// An output that updates another input gets new memory, to be filled from the input. Removes these
 /// inputs from `inputs`. Fails if there is no memory.
-pub(super) fn prepare_outputs<K: Kernel>(
-    call: &RunningCall<'_, K>,
+pub(super) fn prepare_outputs(
+    call: &RunningCall<'_>,
     inputs: &mut [Option<SharedBuffer>],
     mut memory: Reservation,
     held: &mut Vec<Reservation>,
@@ -608,8 +593,8 @@ fn poison(buffer: &mut OwnedBuffer) {
     }
 }
 
-fn run_kernel<K: Kernel>(
-    kernel: &K,
+fn run_kernel(
+    kernel: &dyn UntypedKernel,
     plan: &CallPlan,
     seat: &DeviceBinding,
     context: &mut Context<'_>,
@@ -617,7 +602,7 @@ fn run_kernel<K: Kernel>(
     outputs: &mut [OwnedBuffer],
     made: &mut [Option<NewObject>],
 ) -> Result<()> {
-    let views = plan
+    let mut x = plan
         .inputs
         .iter()
         .zip(inputs)
@@ -630,17 +615,20 @@ fn run_kernel<K: Kernel>(
             },
             _ => View::in_place(info),
         });
-    let x = <Views<'_, K::In> as Tree>::from_leaves(&plan.input_structure, views)?;
 
     let mut made = made.iter_mut();
-    let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| {
+    let mut y = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| {
         match (made.next(), bytes.device()) {
             (Some(object), _) if info.global.is_object() => ViewMut::of_object(object, info),
             (_, Some(place)) => ViewMut::on_device(place, info),
             (_, None) => ViewMut::new(bytes, info),
         }
     });
-    let y = <ViewsMut<'_, K::Out> as Tree>::from_leaves(&plan.output_structure, views)?;
+    let x = (&plan.input_structure, &mut x as &mut dyn Iterator<Item = _>);
+    let y = (
+        &plan.output_structure,
+        &mut y as &mut dyn Iterator<Item = _>,
+    );
     kernel.run(context, x, y)
 }
 

@@ -1,10 +1,8 @@
 //! Compares the parts of inputs and outputs on each device by the kernel's rule.
 
-use super::Jit;
-use super::plan::OutputPlan;
 use crate::error::IssueProblem;
-use crate::exec::array::MpmdArray;
-use crate::kernel::Kernel;
+use crate::exec::array::{Made, MpmdArray};
+use crate::kernel::UntypedKernel;
 use mpmd_layout::sharding::{DeviceParts, DimensionMisfit, Layout, Sharding};
 
 /// Compares the inputs and outputs on each device by the kernel's rule. Returns the part that each
@@ -15,12 +13,12 @@ use mpmd_layout::sharding::{DeviceParts, DimensionMisfit, Layout, Sharding};
 /// # Errors
 ///
 /// If an input or output is divided in another way than the rule says.
-pub(super) fn check_dimensions<K: Kernel>(
-    jit: &Jit<K>,
+pub(super) fn check_dimensions(
+    kernel: &dyn UntypedKernel,
     leaves: &[&MpmdArray],
-    outputs: &[OutputPlan],
+    outputs: &[&Made],
 ) -> Result<Option<DeviceParts>, IssueProblem> {
-    let Some(rule) = jit.kernel.rule() else {
+    let Some(rule) = kernel.rule() else {
         return Ok(None);
     };
     let inputs: Vec<Option<&Layout>> = leaves.iter().map(|leaf| layout(leaf)).collect();
@@ -28,7 +26,7 @@ pub(super) fn check_dimensions<K: Kernel>(
         return Ok(None);
     }
 
-    let results: Vec<&Layout> = outputs.iter().map(|output| &*output.made.layout).collect();
+    let results: Vec<&Layout> = outputs.iter().map(|output| &*output.layout).collect();
     let operand_shapes: Vec<&[usize]> = leaves.iter().map(|leaf| leaf.shape()).collect();
     let result_shapes: Vec<&[usize]> = results.iter().map(|layout| layout.shape()).collect();
     let misfit = |why: DimensionMisfit| IssueProblem::Dimensions {
@@ -46,7 +44,7 @@ fn layout(leaf: &MpmdArray) -> Option<&Layout> {
 }
 
 /// Returns the shardings of all inputs and outputs, for messages.
-fn shardings(leaves: &[&MpmdArray], outputs: &[OutputPlan]) -> String {
+fn shardings(leaves: &[&MpmdArray], outputs: &[&Made]) -> String {
     let text = |sharding: &Sharding| match sharding.spec() {
         Some(spec) if sharding.unreduced_axes().is_empty() => spec.to_string(),
         _ => sharding.to_string(),
@@ -59,7 +57,6 @@ fn shardings(leaves: &[&MpmdArray], outputs: &[OutputPlan]) -> String {
             None => format!("input {i} is a host value"),
         });
     let outputs = outputs.iter().enumerate();
-    let outputs =
-        outputs.map(|(i, output)| format!("output {i} is {}", text(&output.made.sharding)));
+    let outputs = outputs.map(|(i, output)| format!("output {i} is {}", text(&output.sharding)));
     inputs.chain(outputs).collect::<Vec<_>>().join(", ")
 }

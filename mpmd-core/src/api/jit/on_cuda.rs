@@ -17,18 +17,18 @@ use super::call::{copy_in, poison_objects, prepare_outputs};
 use crate::exec::array::object::ObjectCell;
 use crate::exec::{AsyncBuffer, KernelExchange, Parker, Resolvers};
 use crate::kernel::cuda::{CallMemory, Cuda};
-use crate::kernel::{Context, CudaAccess, Kernel};
+use crate::kernel::{Context, CudaAccess};
 use mpmd_layout::topology::DeviceId;
 use mpmd_proto::Failure;
 
-impl<K: Kernel> DeviceCall<K> {
+impl DeviceCall {
     /// Issues the call's work on the device's stream, and returns without waiting for the work.
     /// Another thread resolves the outputs when the work is over.
     ///
     /// Blocks until the inputs are issued (inputs on the host: filled) and the kernel's code is
     /// compiled. Blocks for memory only as calls on CPU devices do. A failure resolves the outputs
     /// as failed.
-    pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: IssuedCall<K>) {
+    pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: IssuedCall) {
         let IssuedCall {
             bound,
             seat,
@@ -127,7 +127,7 @@ impl<K: Kernel> DeviceCall<K> {
     /// in a collective.
     fn fail(
         &mut self,
-        call: &RunningCall<'_, K>,
+        call: &RunningCall<'_>,
         objects: &[AsyncBuffer],
         context: &mut Context<'_>,
         resolvers: Resolvers,
@@ -144,7 +144,7 @@ impl<K: Kernel> DeviceCall<K> {
     /// Blocks until each input is issued (inputs on the host: filled), and moves its buffer to
     /// `arrived`. Returns the operation of the last input that was not filled then, or `None`.
     /// Fails with the first failed input.
-    fn take_inputs(&mut self, gpu: &Gpu, call: &RunningCall<'_, K>) -> CallResult<Option<u64>> {
+    fn take_inputs(&mut self, gpu: &Gpu, call: &RunningCall<'_>) -> CallResult<Option<u64>> {
         let Self {
             inputs,
             arrived,
@@ -205,7 +205,7 @@ impl<K: Kernel> DeviceCall<K> {
     fn prepare(
         &mut self,
         gpu: &Gpu,
-        call: &RunningCall<'_, K>,
+        call: &RunningCall<'_>,
         memory: ReservedMemory,
     ) -> CallResult<Option<u64>> {
         let last = self.take_inputs(gpu, call)?;
@@ -219,7 +219,7 @@ impl<K: Kernel> DeviceCall<K> {
 
     fn allocate_outputs(
         &mut self,
-        call: &RunningCall<'_, K>,
+        call: &RunningCall<'_>,
         memory: ReservedMemory,
     ) -> CallResult<()> {
         let Self {
@@ -241,7 +241,7 @@ impl<K: Kernel> DeviceCall<K> {
     fn issue_work<'a>(
         &mut self,
         gpu: &'a Arc<Gpu>,
-        call: &RunningCall<'_, K>,
+        call: &RunningCall<'_>,
         memory: &'a CallMemory,
         context: &mut Context<'a>,
     ) -> (CallResult<()>, WorkEnding) {
@@ -319,7 +319,7 @@ struct WorkTrace {
 
 impl WorkTrace {
     /// Records the execution of the call's work in the log and in the trace.
-    fn record<K: Kernel>(&self, call: &RunningCall<'_, K>, ended: &WorkOutcome) {
+    fn record(&self, call: &RunningCall<'_>, ended: &WorkOutcome) {
         let runtime = call.runtime();
         let local_index = call.seat.local_index;
         let op = call.op;
@@ -378,8 +378,8 @@ fn come_after(
 
 /// Issues the fills and copies that give the outputs their initial contents. Adds staging buffers
 /// to `staged`; the caller keeps them until the work is over.
-fn fill<K: Kernel>(
-    call: &RunningCall<'_, K>,
+fn fill(
+    call: &RunningCall<'_>,
     stream: &RawStream,
     outputs: &[OwnedBuffer],
     fills: &[Fill],

@@ -10,19 +10,22 @@ use mpmd_base::block::Mutex;
 
 use super::call::DeviceCall;
 use super::dimensions::check_dimensions;
+use super::prepared::{DeviceSlots, PreparedCalls};
+use super::settings::KernelSettings;
 use super::unchanged_inputs::UnchangedInputs;
 use super::warm::Warm;
-use super::{DeviceSlots, Jit, PreparedCalls};
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, NewArrays, Origin, Placed, Repr, Shards};
 use crate::exec::{CollectiveGroup, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
-use crate::kernel::{Collective, DeviceBindings, Kernel, MeshPosition, Shapes, ShardInfo};
+use crate::kernel::{
+    Collective, DeviceBindings, MeshPosition, OutputShapes, ShardInfo, UntypedKernel,
+};
 use crate::{api::program::Program, exec::dry_run::KnownDescriptor};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{DeviceParts, MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
-use mpmd_layout::tree::{PrefixTree, Structure, Tree};
+use mpmd_layout::tree::{PrefixTree, Structure};
 use mpmd_memory::BufferSizes;
 
 /// Maximum number of ended calls that a [`Bound`] keeps for reuse. About as many calls are queued
@@ -37,8 +40,8 @@ type PlanResult<T> = Result<T, IssueProblem>;
 
 /// A kernel with the plan of its calls. Both are in one object, so that a queued call holds one
 /// pointer.
-pub(super) struct Bound<K: Kernel> {
-    pub(super) kernel: Arc<K>,
+pub(super) struct Bound {
+    pub(super) kernel: Arc<dyn UntypedKernel>,
     pub(super) plan: CallPlan,
     /// The results of compiling the kernel's code for CUDA devices.
     pub(super) warm: Arc<Warm>,
@@ -47,14 +50,14 @@ pub(super) struct Bound<K: Kernel> {
         clippy::vec_box,
         reason = "the boxes themselves are reused: a queue takes them as they are"
     )]
-    spare: Mutex<Vec<Box<DeviceCall<K>>>>,
+    spare: Mutex<Vec<Box<DeviceCall>>>,
     /// Empty lists that replays reuse.
     pub(super) prepared: Mutex<PreparedCalls>,
     pub(super) unchanged: Mutex<UnchangedInputs>,
 }
 
-impl<K: Kernel> Bound<K> {
-    pub(super) fn new(kernel: Arc<K>, plan: CallPlan, warm: Arc<Warm>) -> Self {
+impl Bound {
+    pub(super) fn new(kernel: Arc<dyn UntypedKernel>, plan: CallPlan, warm: Arc<Warm>) -> Self {
         Self {
             kernel,
             plan,
@@ -66,13 +69,13 @@ impl<K: Kernel> Bound<K> {
     }
 
     /// Returns an empty call: a kept one, or a new one.
-    pub(super) fn spare(&self) -> Box<DeviceCall<K>> {
+    pub(super) fn spare(&self) -> Box<DeviceCall> {
         self.spare.lock().pop().unwrap_or_default()
     }
 
     /// Keeps an emptied call for reuse by [`Self::spare`]. Drops it if [`MOST_SPARE`] calls are
     /// kept already.
-    pub(super) fn keep(&self, call: Box<DeviceCall<K>>) {
+    pub(super) fn keep(&self, call: Box<DeviceCall>) {
         let mut spare = self.spare.lock();
         if spare.len() < MOST_SPARE {
             spare.push(call);
@@ -195,7 +198,7 @@ pub(super) struct CallWhat {
 
 impl CallWhat {
     /// Creates the description of a call on these inputs.
-    fn of<K: Kernel>(jit: &Jit<K>, leaves: &[&MpmdArray]) -> Self {
+    fn of(jit: &KernelSettings, leaves: &[&MpmdArray]) -> Self {
         let inputs = leaves.iter().map(|leaf| match leaf.sharding() {
             Some(sharding) => match sharding.spec() {
                 Some(spec) if unusual(sharding).is_none() => format!("{} {spec}", leaf.aval()),
@@ -340,20 +343,19 @@ impl CallPlan {
         Placed::arrays(all)
     }
 
-    /// Creates the plan of a call on `x`.
+    /// Creates the plan of a call on a tree of this structure with these leaves.
     ///
     /// # Errors
     ///
     /// If the inputs do not fit the kernel's mesh and shardings, or the kernel refuses the shapes.
     /// If its signature contradicts the inputs, the outputs or the mesh.
-    pub(super) fn new<K: Kernel>(
-        jit: &Jit<K>,
+    pub(super) fn new(
+        jit: &KernelSettings,
         runtime: &Arc<Runtime>,
-        x: &K::In,
+        input_structure: Structure,
+        leaves: &[&MpmdArray],
     ) -> PlanResult<Self> {
-        let input_structure = x.structure();
-        let (paths, leaves): (Vec<String>, Vec<&MpmdArray>) =
-            x.leaves_with_paths().into_iter().unzip();
+        let paths = input_structure.paths();
         jit.mesh
             .replicated()
             .check_devices(&runtime.topology)
@@ -361,31 +363,30 @@ impl CallPlan {
                 path: String::new(),
                 why,
             })?;
-        check_inputs(jit, &input_structure, &paths, &leaves)?;
+        check_inputs(jit, &input_structure, &paths, leaves)?;
 
-        let shapes: Shapes<K::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
+        let mut shapes = leaves.iter().map(|leaf| leaf.aval().clone());
         let signature = jit
             .kernel
-            .infer(&shapes)
+            .infer(&input_structure, &mut shapes)
             .map_err(|error| IssueProblem::Infer(Box::new(error)))?;
-        let output_structure = signature.outputs.structure();
-        let output_paths: Vec<String> = signature
-            .outputs
-            .leaves_with_paths()
-            .into_iter()
-            .map(|(path, _)| path)
-            .collect();
-        let what = Arc::new(CallWhat::of(jit, &leaves));
+        let OutputShapes {
+            structure: output_structure,
+            paths: output_paths,
+            shapes: output_shapes,
+        } = signature.outputs;
+        let what = Arc::new(CallWhat::of(jit, leaves));
         let mut outputs = output_plans(
             jit,
             runtime,
             &output_structure,
             &output_paths,
-            &signature.outputs.leaves(),
+            &output_shapes,
             &what,
         )?;
-        let mut inputs = input_plans(jit, &input_structure, &leaves)?;
-        let parts = check_dimensions(jit, &leaves, &outputs)?;
+        let mut inputs = input_plans(jit, &input_structure, leaves)?;
+        let made: Vec<&Made> = outputs.iter().map(|output| &*output.made).collect();
+        let parts = check_dimensions(&*jit.kernel, leaves, &made)?;
 
         for (input, output) in &signature.aliases {
             let i = find(&paths, input, "input")?;
@@ -405,7 +406,7 @@ impl CallPlan {
         let planner = SeatPlanner {
             what: &what,
             mesh: &mesh,
-            leaves: &leaves,
+            leaves,
             inputs: &inputs,
             outputs: &outputs,
             parts: parts.as_ref(),
@@ -449,12 +450,12 @@ impl CallPlan {
 }
 
 /// Returns the plans of outputs with these shapes, in the kernel's output shardings.
-fn output_plans<K: Kernel>(
-    jit: &Jit<K>,
+fn output_plans(
+    jit: &KernelSettings,
     runtime: &Arc<Runtime>,
     structure: &Structure,
     paths: &[String],
-    avals: &[&ShapedArray],
+    avals: &[ShapedArray],
     what: &Arc<CallWhat>,
 ) -> PlanResult<Vec<OutputPlan>> {
     let shardings = jit
@@ -470,7 +471,7 @@ fn output_plans<K: Kernel>(
                 path: format!("output {path}"),
                 why,
             })?;
-        let aval = (*aval).clone();
+        let aval = aval.clone();
         let made = Made::new(aval, sharding, layout, what.clone(), runtime.clone());
         outputs.push(OutputPlan {
             made: Arc::new(made),
@@ -482,8 +483,8 @@ fn output_plans<K: Kernel>(
 
 /// Returns the plans of the inputs, with `in_place` false. Fails if the kernel donates a path that
 /// no input has.
-fn input_plans<K: Kernel>(
-    jit: &Jit<K>,
+fn input_plans(
+    jit: &KernelSettings,
     structure: &Structure,
     leaves: &[&MpmdArray],
 ) -> PlanResult<Vec<InputPlan>> {
@@ -635,8 +636,8 @@ pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> PlanR
 }
 
 /// Checks the shardings of the inputs against the mesh and the declared shardings.
-fn check_inputs<K: Kernel>(
-    jit: &Jit<K>,
+fn check_inputs(
+    jit: &KernelSettings,
     structure: &Structure,
     paths: &[String],
     leaves: &[&MpmdArray],
@@ -874,8 +875,8 @@ fn find(paths: &[String], path: &str, what: &str) -> PlanResult<usize> {
     })
 }
 
-fn fingerprint<K: Kernel>(
-    kernel: &K,
+fn fingerprint(
+    kernel: &dyn UntypedKernel,
     mesh: &DeviceBindings,
     inputs: &[InputPlan],
     outputs: &[OutputPlan],

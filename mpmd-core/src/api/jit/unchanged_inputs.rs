@@ -184,7 +184,11 @@ mod tests {
 
     /// Returns the number of inputs that the only plan of `jit` has noted as unchanged.
     fn noted(jit: &Jit<Weighted>) -> usize {
-        jit.kept.lock().plans[0].unchanged.lock().leaves.len()
+        jit.untyped.kept.lock().plans[0]
+            .unchanged
+            .lock()
+            .leaves
+            .len()
     }
 
     #[test]
@@ -233,7 +237,7 @@ mod tests {
             .unwrap()
             .block_until_ready()
             .unwrap();
-        let plan = jit.kept.lock().plans[0].clone();
+        let plan = jit.untyped.kept.lock().plans[0].clone();
         let mut noted = UnchangedInputs::default();
         let hash = |noted: &mut UnchangedInputs, x: &[MpmdArray]| {
             let x: Vec<&MpmdArray> = x.iter().collect();

@@ -1,7 +1,7 @@
 //! Compiles a kernel's CUDA code when it is bound to a mesh.
 
 use crate::exec::Runtime;
-use crate::kernel::Kernel;
+use crate::kernel::UntypedKernel;
 use mpmd_device::accelerator::DeviceError;
 use mpmd_layout::topology::Mesh;
 
@@ -19,7 +19,7 @@ struct Compilation {
 impl Warm {
     /// Starts to compile the kernel's CUDA code for this process's accelerators in the mesh. Calls
     /// `Kernel::cuda` only if there are such devices.
-    pub(super) fn start<K: Kernel>(kernel: &K, mesh: &Mesh, runtime: &Runtime) -> Self {
+    pub(super) fn start(kernel: &dyn UntypedKernel, mesh: &Mesh, runtime: &Runtime) -> Self {
         let devices = runtime.devices.iter().enumerate();
         let ours = devices.filter(|(_, device)| mesh.devices().contains(&device.id));
         let mut sources = None;

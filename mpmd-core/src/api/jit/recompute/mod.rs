@@ -10,9 +10,11 @@ use std::sync::Arc;
 use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 
+use super::Jit;
 use super::plan::CallPlan;
+use super::settings::KernelSettings;
+use super::untyped::{KeptPlans, UntypedJit};
 use super::warm::Warm;
-use super::{Jit, KeptPlans};
 use crate::api::program::{Comparison, Program, RecomputedCall, checkers};
 use crate::error::{IssueProblem, Result};
 use crate::exec::Rolling;
@@ -32,9 +34,9 @@ const PROCESS: &str = "process";
 const CHECKERS_KEPT: usize = 8;
 
 /// A kernel bound to the device that recomputes its calls.
-pub(super) struct Checker<K: Kernel> {
+pub(super) struct Checker {
     device: DeviceId,
-    kernel: Jit<K>,
+    kernel: UntypedJit,
     /// The kernels that hash the outputs: on the device of the original call, and on the
     /// recomputing device.
     hashes: [Jit<HashOutputs>; 2],
@@ -69,7 +71,7 @@ impl CallPlan {
     }
 }
 
-impl<K: Kernel> Jit<K> {
+impl UntypedJit {
     /// Issues a call with inputs `x` and outputs `y` again on a device of another process, and then
     /// the comparison of both outputs. Does not wait.
     pub(super) fn recompute(
@@ -80,14 +82,14 @@ impl<K: Kernel> Jit<K> {
         y: &[&MpmdArray],
         at: &'static Location<'static>,
     ) -> Result<()> {
-        let [own] = *self.mesh.devices() else {
+        let [own] = *self.settings.mesh.devices() else {
             return Ok(());
         };
         let Some(again) = program.next_checker(own) else {
             return Ok(());
         };
 
-        let kernel = self.kernel.name().into();
+        let kernel = self.settings.kernel.name().into();
         let call = RecomputedCall {
             processes: again.processes,
             is_only_pair: again.is_only_pair,
@@ -120,7 +122,7 @@ impl<K: Kernel> Jit<K> {
         at: &'static Location<'static>,
     ) -> Result<[MpmdArray; 2]> {
         let checker = self.checker(program, device, at)?;
-        let to = checker.kernel.mesh.replicated();
+        let to = checker.kernel.settings.mesh.replicated();
         let placed: Vec<_> = x
             .iter()
             .filter(|leaf| leaf.made().is_some())
@@ -147,7 +149,8 @@ impl<K: Kernel> Jit<K> {
         let (_, again) = checker.kernel.call_leaves(program, structure, &x)?;
         let again: Vec<&MpmdArray> = again.iter().collect();
 
-        let everywhere = everywhere(program).map_err(|problem| self.wrong(problem, at))?;
+        let everywhere =
+            everywhere(program).map_err(|problem| self.recompute_failed(problem, at))?;
         let [first, second] = &checker.hashes;
         let mut hash = |of: &Jit<HashOutputs>, y: &[&MpmdArray]| -> Result<MpmdArray> {
             let y: Vec<MpmdArray> = y.iter().map(|leaf| (*leaf).clone()).collect();
@@ -164,8 +167,8 @@ impl<K: Kernel> Jit<K> {
         program: &Program,
         device: DeviceId,
         at: &'static Location<'static>,
-    ) -> Result<Arc<Checker<K>>> {
-        let known = |kept: &KeptPlans<K>| {
+    ) -> Result<Arc<Checker>> {
+        let known = |kept: &KeptPlans| {
             kept.checkers
                 .iter()
                 .find(|checker| checker.device == device)
@@ -176,13 +179,14 @@ impl<K: Kernel> Jit<K> {
         }
 
         let axes: Vec<(&str, usize)> = self
+            .settings
             .mesh
             .axis_names()
             .iter()
             .map(|axis| (axis.as_str(), 1))
             .collect();
         let mesh = Mesh::new(&axes, vec![device])
-            .map_err(|error| self.wrong(IssueProblem::Mesh(error.to_string()), at))?;
+            .map_err(|error| self.recompute_failed(IssueProblem::Mesh(error.to_string()), at))?;
         let hash = |mesh: &Mesh| {
             program
                 .jit(HashOutputs)
@@ -191,17 +195,20 @@ impl<K: Kernel> Jit<K> {
                 .build()
         };
 
-        let hashes = [hash(&self.mesh)?, hash(&mesh)?];
+        let hashes = [hash(&self.settings.mesh)?, hash(&mesh)?];
+        let own = &*self.settings.kernel;
         let kernel = Self {
-            warm: Arc::new(Warm::start(&*self.kernel, &mesh, &program.runtime)),
-            kernel: self.kernel.clone(),
+            warm: Arc::new(Warm::start(own, &mesh, &program.runtime)),
+            settings: KernelSettings {
+                kernel: self.settings.kernel.clone(),
+                inputs: None,
+                partial_sums: None,
+                outputs: mesh.replicated().into(),
+                mesh,
+                donate: Vec::new(),
+            },
             program: self.program.clone(),
-            inputs: None,
-            partial_sums: None,
-            outputs: mesh.replicated().into(),
-            mesh,
-            donate: Vec::new(),
-            kept: Mutex::new(KeptPlans::default()),
+            kept: Mutex::default(),
         };
         let checker = Arc::new(Checker {
             device,
@@ -217,8 +224,15 @@ impl<K: Kernel> Jit<K> {
         Ok(checker)
     }
 
-    fn wrong(&self, problem: IssueProblem, at: &'static Location<'static>) -> crate::Error {
-        problem.at(at, format!("recomputing jit {}", self.kernel.name()))
+    fn recompute_failed(
+        &self,
+        problem: IssueProblem,
+        at: &'static Location<'static>,
+    ) -> crate::Error {
+        problem.at(
+            at,
+            format!("recomputing jit {}", self.settings.kernel.name()),
+        )
     }
 }
 
