@@ -164,8 +164,16 @@ pub mod sharding {
     //! A [`Sharding`] gives these regions for every shape, a [`Layout`] for one shape. A [`Spec`],
     //! written with [`spec!`](crate::spec), divides dimensions over mesh axes; [`MemoryKind`]
     //! chooses device or host memory. A [`ShardingError`] says why a sharding does not fit.
+    //!
+    //! A [`DimensionRule`] says which dimensions of a kernel's inputs and outputs belong together.
+    //! It is parsed from a text, or a [`DimensionRuleError`] says why not. Bound to shapes
+    //! ([`BoundRule`]) it compares layouts: the result is [`DeviceParts`], or a [`DimensionMisfit`]
+    //! that names a [`RulePlace`] of a [`RuleArray`].
 
-    pub use mpmd_layout::sharding::{Layout, MemoryKind, Sharding, ShardingError, Spec, SpecEntry};
+    pub use mpmd_layout::sharding::{
+        BoundRule, DeviceParts, DimensionMisfit, DimensionRule, DimensionRuleError, Layout,
+        MemoryKind, RuleArray, RulePlace, Sharding, ShardingError, Spec, SpecEntry,
+    };
 
     pub mod rules {
         //! Rules that choose the sharding of each leaf by its name.

@@ -9,6 +9,7 @@ use mpmd_core::kernel::{
 };
 use mpmd_core::{Error, MpmdArray, Program, Result};
 use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::DimensionRule;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Structure, Tree};
 
@@ -159,6 +160,13 @@ impl<A: 'static, F: TensorFunction<A>> FunctionKernel<F, A> {
     #[must_use]
     pub fn with(self, value: impl fmt::Debug) -> Self {
         Self(self.0.with(value))
+    }
+
+    /// Says how the dimensions of inputs and outputs belong together: see
+    /// [`HostKernel::rule`](mpmd_core::kernel::HostKernel::rule).
+    #[must_use]
+    pub fn rule(self, text: &str) -> Self {
+        Self(self.0.rule(text))
     }
 
     /// Computes in host memory even if the kernel's devices are CUDA devices: all values are copied
@@ -327,6 +335,10 @@ impl<A: 'static, F: TensorFunction<A>> Kernel for FunctionKernel<F, A> {
             Some(on) => work.run_at(Some(&on), x, y),
             None => self.0.run(cx, x, y),
         }
+    }
+
+    fn rule(&self) -> Option<DimensionRule> {
+        Kernel::rule(&self.0)
     }
 
     fn name(&self) -> &str {

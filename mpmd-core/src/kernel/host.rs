@@ -107,7 +107,7 @@ impl<W: HostWork> HostKernel<W> {
 impl<W: HostWork> HostKernel<W> {
     /// Says how the dimensions of inputs and outputs belong together, as a [`DimensionRule`]:
     /// `"b k, k n -> b n"`. A call whose arrays are divided in other ways, or a text that is no
-    /// rule, is refused when it is issued.
+    /// rule, is refused when it is issued. Of a host value each device gets its part.
     #[must_use]
     pub fn rule(mut self, text: &str) -> Self {
         self.rule = Some(text.parse());

@@ -271,7 +271,7 @@ fn declared_values_that_differ_diverge_with_the_line() {
 }
 
 #[test]
-fn regions_that_differ_fail_and_are_named() {
+fn inputs_that_are_divided_in_different_ways_are_refused_at_issue() {
     let _limit = watchdog(60);
     let mut p = Program::builder().devices(2).alone().unwrap();
     let mesh = p.mesh(&[("x", 2)]).unwrap();
@@ -279,23 +279,75 @@ fn regions_that_differ_fail_and_are_named() {
     let x = p.device_put(&array(&[1.0f32, 2.0]), &rows).unwrap();
     let add = elementwise(|x: f32, y: f32| x + y);
     let add = p.jit(add).on(&mesh).outputs(&rows).build().unwrap();
-    let y = add.call(&mut p, (x.clone(), x.clone())).unwrap();
-    assert_eq!(
-        y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(),
-        [2.0, 4.0]
-    );
     let whole = p.device_put(&x, mesh.replicated()).unwrap();
-    let said = add
-        .call(&mut p, (x, whole))
-        .unwrap()
-        .to_host()
-        .unwrap_err()
-        .to_string();
-    assert!(
-        said.contains("region [0..2] of input 1, but [0..1] of the output"),
-        "{said}"
-    );
-    assert!(p.finish().is_err());
+    let line = line!() + 1;
+    let said = add.call(&mut p, (x, whole)).unwrap_err().to_string();
+    for part in [
+        "dimension 0 of input 0 and dimension 0 of input 1 are divided in different ways: device 0 \
+         has 0..1 of the one and 0..2 of the other: input 0 is P(x), input 1 is P(), output 0 is \
+         P(x)",
+        &format!("{}:{line}", file!()),
+    ] {
+        assert!(said.contains(part), "{said}\n lacks {part}");
+    }
+    p.finish().unwrap();
+}
+
+#[test]
+fn host_values_are_divided_as_the_other_inputs() {
+    let _limit = watchdog(60);
+    let mut p = Program::builder().devices(4).alone().unwrap();
+    let mesh = p.mesh(&[("x", 2), ("y", 2)]).unwrap();
+    let tiles = mesh.sharding(spec!["x", "y"]);
+    let counted: Vec<f32> = (0..8).map(|i| i as f32).collect();
+    let host = MpmdArray::from_slice(&[4, 2], &counted).unwrap();
+    let x = p.device_put(&host, &tiles).unwrap();
+    let whole = mesh.replicated();
+    let read = |p: &mut Program, y: MpmdArray| {
+        let y = p.device_put(&y, &whole).unwrap().to_host();
+        y.unwrap().unwrap().to_vec::<f32>().unwrap()
+    };
+
+    let add = elementwise(|x: f32, y: f32| x + 10.0 * y);
+    let add = p.jit(add).on(&mesh).outputs(&tiles).build().unwrap();
+    let y = add.call(&mut p, (x.clone(), host.clone())).unwrap();
+    let expected: Vec<f32> = counted.iter().map(|x| 11.0 * x).collect();
+    assert_eq!(read(&mut p, y), expected);
+
+    // Each device gets the columns of the row that belong to its tile.
+    let scale = |x: View<f32>, row: View<f32>, mut y: ViewMut<f32>| {
+        for (y, x) in y.chunks_mut(row.len()).zip(x.chunks(row.len())) {
+            for ((y, x), b) in y.iter_mut().zip(x).zip(row.iter()) {
+                *y = x * b;
+            }
+        }
+    };
+    let scale = kernel(like_input, scale).rule("i j, j -> i j");
+    let scale = p.jit(scale).on(&mesh).outputs(&tiles).build().unwrap();
+    let y = scale.call(&mut p, (x.clone(), array(&[1.0f32, -1.0])));
+    let expected = [0.0, -1.0, 2.0, -3.0, 4.0, -5.0, 6.0, -7.0];
+    assert_eq!(read(&mut p, y.unwrap()), expected);
+
+    // A call whose plan is kept takes the values of this call.
+    let y = scale.call(&mut p, (x, array(&[0.0f32, 1.0]))).unwrap();
+    assert_eq!(read(&mut p, y), [0.0, 1.0, 0.0, 3.0, 0.0, 5.0, 0.0, 7.0]);
+    p.finish().unwrap();
+}
+
+#[test]
+fn rules_that_do_not_fit_the_kernel_are_refused() {
+    let _limit = watchdog(60);
+    for (rule, expected) in [
+        ("i -> i", "is not for 2 inputs and 1 outputs"),
+        ("i j, i -> i", "input 0 has shape [2], which does not fit"),
+        ("i, -> i", "input 1 has shape [2], which does not fit"),
+        ("i, i", "rule"),
+    ] {
+        let add = elementwise(|x: f32, y: f32| x + y).rule(rule);
+        let said = run_here(add, &(floats(&[1.0, 2.0]), floats(&[3.0, 4.0])));
+        let said = said.unwrap_err().to_string();
+        assert!(said.contains(expected), "{said}\n lacks {expected}");
+    }
 }
 
 #[test]

@@ -75,12 +75,10 @@ fn divided(
     let a = p.device_put(&MpmdArray::from_host(a), of_a)?;
     let b = p.device_put(&MpmdArray::from_host(b), of_b)?;
     let kernel = p.jit(matmul()).on(&mesh).outputs(of_y).build()?;
-    let y = kernel
-        .call(&mut p, (a, b))?
-        .to_host()
-        .map(|y| y.unwrap().to_vec::<f32>());
-    let _ = p.finish();
-    Ok(y??)
+    let y = kernel.call(&mut p, (a, b))?;
+    let y = p.device_put(&y, mesh.replicated())?.to_host()?;
+    p.finish()?;
+    Ok(y.unwrap().to_vec::<f32>()?)
 }
 
 fn whole(mesh: &Mesh) -> Sharding {
@@ -95,29 +93,44 @@ fn columns(mesh: &Mesh) -> Sharding {
     mesh.sharding(spec![None, "x"])
 }
 
+fn sums(mesh: &Mesh) -> Sharding {
+    mesh.replicated().unreduced(&["x"]).unwrap()
+}
+
 #[test]
 fn arrays_that_are_divided_alike_give_the_same_values() {
     let _limit = watchdog(60);
     let both = || (counted(&[4, 4]), counted(&[4, 4]));
     let product = divided(both(), [whole; 3]).unwrap();
-    assert_eq!(divided(both(), [rows, whole, rows]).unwrap(), product);
-    assert_eq!(divided(both(), [whole, columns, columns]).unwrap(), product);
+    for shardings in [
+        [rows, whole, rows],
+        [whole, columns, columns],
+        // Each device has a summand.
+        [columns, rows, sums],
+    ] {
+        assert_eq!(divided(both(), shardings).unwrap(), product);
+    }
 }
 
 #[test]
-fn divided_dimensions_that_are_needed_whole_are_errors() {
+fn dimensions_that_are_divided_in_different_ways_are_refused_at_issue() {
     let _limit = watchdog(60);
     let both = || (counted(&[4, 4]), counted(&[4, 4]));
-    let named = |result: Result<Vec<f32>>, part: &str| {
-        let said = result.expect_err("never a wrong value").to_string();
-        assert!(said.contains(part), "{said}\n lacks {part}");
+    let refused = |shardings, expected: &str| {
+        let said = divided(both(), shardings).unwrap_err().to_string();
+        let call = concat!(file!(), ":");
+        for part in [expected, call] {
+            assert!(said.contains(part), "{said}\n lacks {part}");
+        }
     };
-    let inner = "dimension 1 of input 0, f32[4,4], is divided: this device has";
-    named(divided(both(), [columns, whole, whole]), inner);
-    let inner = "dimension 0 of input 1, f32[4,4], is divided: this device has";
-    named(divided(both(), [whole, rows, whole]), inner);
-    let product = "of the output, but [0..4, 0..4] of the product of its inputs";
-    named(divided(both(), [whole, whole, columns]), product);
+    let inner = "dimension 1 of input 0 and dimension 0 of input 1 are divided in different ways";
+    refused([columns, whole, whole], inner);
+    refused([whole, rows, whole], inner);
+    let outer = "dimension 1 of input 1 and dimension 1 of output 0 are divided in different ways";
+    refused([whole, whole, columns], outer);
+    let summands = "output 0 has 2 summands, one for each part of `k`, but its sharding is for 1";
+    refused([columns, rows, whole], summands);
+    refused([whole, whole, sums], "output 0 has 1 summands");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Wrong programs, each with labels that say how it is found. See the README of this folder.
 
+mod arrays;
 mod first;
 mod joining;
 mod operation;
@@ -65,6 +66,11 @@ macro_rules! programs {
 }
 
 programs! {
+    Once arrays::product_of_parts_as_a_whole,
+    Once arrays::rows_added_to_a_whole,
+    Once arrays::rule_of_other_inputs,
+    Once arrays::softmax_over_parts,
+    Once arrays::sum_of_whole_rows,
     Once first::moved_on_one_process,
     Once first::other_element_type,
     Once first::rows_that_do_not_divide,

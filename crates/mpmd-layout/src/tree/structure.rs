@@ -229,4 +229,18 @@ mod tests {
             "at the root: expected a sequence, found a leaf"
         );
     }
+
+    #[test]
+    fn leaves_are_found_by_whole_names() {
+        let names = ["a", "a/b", "ab", "b"].map(str::to_owned);
+        let map = std::collections::BTreeMap::from(names.map(|name| (name, (0u64, 1u64))));
+        let structure = map.structure();
+        assert_eq!(structure.leaves_at(""), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(structure.leaves_at("a"), [0, 1]);
+        assert_eq!(structure.leaves_at("a/b"), [2, 3]);
+        assert_eq!(structure.leaves_at("a/1"), [1]);
+        assert_eq!(structure.leaves_at("a/b/0"), [2]);
+        assert_eq!(structure.leaves_at("a/2"), Vec::<usize>::new());
+        assert_eq!(structure.leaves_at("c"), Vec::<usize>::new());
+    }
 }
