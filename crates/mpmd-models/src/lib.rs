@@ -1,9 +1,10 @@
-//! Models from the folders of model hubs, as stages of a pipeline.
+//! Models from the folders of model hubs, and from GGUF files, as stages of a pipeline.
 //!
-//! A [`Folder`] is a model on disk: config, tokenizer and weights. It is checked as a whole before
-//! anything is computed. [`Stages`] divides the layers over stages and loads the weights, so that
-//! each process reads only its own regions. Then [`trainer`] trains it, [`score`] computes its
-//! loss, [`Stages::generator`] continues a text, and [`Inference`] computes many texts at a time.
+//! A [`Folder`] is a model on disk: config, tokenizer and weights, in a folder or a GGUF file. It
+//! is checked as a whole before anything is computed. [`Stages`] divides the layers over stages and
+//! loads the weights, so that each process reads only its own regions. Then [`trainer`] trains it,
+//! [`score`] computes its loss, [`Stages::generator`] continues a text, and [`Inference`] computes
+//! many texts at a time.
 //!
 //! ```no_run
 //! use mpmd::prelude::*;

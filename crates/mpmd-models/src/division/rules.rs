@@ -112,7 +112,7 @@ pub(crate) fn shardings(
 pub(crate) fn over(folder: &Folder, devices: usize) -> Result<DeviceDivision> {
     let config = folder.config();
     let refused = |key, expected: String, found: usize| {
-        let file = folder.path().join(CONFIG);
+        let file = folder.file(CONFIG);
         Err(unexpected(&file, folder.key(key), expected, found))
     };
 
@@ -171,7 +171,7 @@ pub(crate) fn over_experts(folder: &Folder, devices: usize) -> Result<usize, Div
         // Their results are added in the order of a binary tree.
         Some(_) if !devices.is_power_of_two() => refused("1, 2, 4 or a higher power of two"),
         Some(experts) if !experts.count.is_multiple_of(devices) => {
-            let file = folder.path().join(CONFIG);
+            let file = folder.file(CONFIG);
             let expected = format!("a multiple of {devices}, the expert parallel devices");
             Err(unexpected(&file, folder.key("num_experts"), expected, experts.count).into())
         }

@@ -2,7 +2,7 @@
 //! samples of the tensors, and of the files beside them.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use mpmd::random::Key;
@@ -11,7 +11,7 @@ use mpmd::{Error, Fact, Result};
 use serde_json::Value;
 
 use crate::hub::files::{COMPANIONS, CONFIG, GENERATION};
-use crate::hub::stored_tensor::{StoredTensor, ValueOrigin};
+use crate::hub::stored_tensor::StoredTensor;
 
 /// Limit on the number of samples in all tensors together. Each tensor has at least one sample.
 const SAMPLES: usize = 4096;
@@ -76,9 +76,9 @@ impl FolderContent {
         let Some(known) = self.tensors.get(name) else {
             return Ok(());
         };
-        match (&stored.origin, stored.hash_samples(self.samples)?) {
-            (ValueOrigin::File(file), Some(found)) if found != *known => {
-                let file = file.path().display();
+        match (stored.path(), stored.hash_samples(self.samples)?) {
+            (Some(file), Some(found)) if found != *known => {
+                let file = file.display();
                 Err(Error::Environment(format!(
                     "{file}: {name}: the tensor {CHANGED}"
                 )))
@@ -104,8 +104,13 @@ impl FolderContent {
     }
 
     /// Returns facts that the processes of a job compare to see that their folders are equal. All
-    /// tensors of a layer are one fact. How tensors are spread over files does not matter.
-    pub(crate) fn facts(&self, path: &Path, stored: &BTreeMap<String, StoredTensor>) -> Vec<Fact> {
+    /// tensors of a layer are one fact. How tensors are spread over files does not matter. `path`
+    /// returns the path of a file beside the weights.
+    pub(crate) fn facts(
+        &self,
+        path: impl Fn(&str) -> PathBuf,
+        stored: &BTreeMap<String, StoredTensor>,
+    ) -> Vec<Fact> {
         let mut groups = BTreeMap::<String, (Key, Option<&Path>)>::new();
         for (name, hash) in &self.tensors {
             let (key, path) = groups.entry(group(name)).or_insert((Key(0), None));
@@ -122,7 +127,7 @@ impl FolderContent {
 
         let files = self.files.iter().filter_map(|(name, hash)| match hash {
             Some(hash) => Some(Fact {
-                note: file_note(&path.join(name)),
+                note: file_note(&path(name)),
                 ..Fact::new(*name, format!("hash {hash:016x}"))
             }),
             // All processes read these settings.

@@ -112,6 +112,21 @@ pub(crate) fn companions(folder: &Path) -> Result<Vec<&'static str>> {
     found.map(check).collect()
 }
 
+/// Returns the reason why a file of a folder cannot be read. If it is missing and the folder has
+/// GGUF files, the text says how to name one.
+pub(crate) fn with_hint(folder: &Path, why: &io::Error) -> String {
+    let files = folder.read_dir().into_iter().flatten().flatten();
+    let is_gguf = |file: &PathBuf| file.extension().is_some_and(|end| end == "gguf");
+    let first = files.map(|entry| entry.path()).filter(is_gguf).min();
+    match first.filter(|_| why.kind() == io::ErrorKind::NotFound) {
+        Some(file) => format!(
+            "{why}; name one of its GGUF files, such as {}",
+            file.display()
+        ),
+        None => why.to_string(),
+    }
+}
+
 /// Opens the weight files of a folder, and finds the file of each tensor.
 ///
 /// # Errors
@@ -145,7 +160,7 @@ pub(crate) fn find(folder: &Path) -> Result<FolderTensors> {
     let expected = format!("{SINGLE} or {INDEX}");
     let text = checked(folder, INDEX, LARGEST_FILE)
         .and_then(|path| read_regular(&path, LARGEST_FILE))
-        .map_err(|why| unexpected(folder, "", expected, why))?;
+        .map_err(|why| unexpected(folder, "", expected, with_hint(folder, &why)))?;
     let Index { weight_map } =
         read_json(&text).map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
 

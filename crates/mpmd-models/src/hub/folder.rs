@@ -1,7 +1,7 @@
 //! A model's folder as model hubs lay it out: its config, and its weights in one or several
-//! safetensors files.
+//! safetensors files. A GGUF file is read as such a folder.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -24,14 +24,16 @@ use crate::hub::adapter::Adapter;
 use crate::hub::adapter_matrices::AdapterMatrices;
 use crate::hub::content::{FolderContent, Known, fold};
 pub(crate) use crate::hub::files::{CONFIG, GENERATION, TOKENIZER};
-use crate::hub::files::{FolderTensors, LARGEST_FILE, checked, companions, find};
+use crate::hub::files::{FolderTensors, LARGEST_FILE, checked, companions, find, with_hint};
+use crate::hub::gguf::{GgufModel, NeededTensor};
 use crate::hub::initial::{InitialSettings, InitialValues};
 use crate::hub::stored_tensor::{
     DTYPES, ParameterReader, StoredTensor, TensorAdapter, ValueOrigin, are_equal,
 };
 use crate::rope::Rope;
 
-/// A model on disk. Opening it reads and checks headers; values are read later, region by region.
+/// A model on disk: a folder of a hub, or a GGUF file. Opening it reads and checks headers; values
+/// are read later, region by region.
 #[derive(Clone, Debug)]
 pub struct Folder {
     path: PathBuf,
@@ -41,6 +43,8 @@ pub struct Folder {
     keys: Arc<Map<String, Value>>,
     /// The names of the files that the folder has beside the weights.
     companions: Vec<&'static str>,
+    /// The contents of these files, if they were made from the metadata of a GGUF file.
+    made: Option<Arc<BTreeMap<&'static str, Vec<u8>>>>,
     /// The source of each parameter in the files, and its shape, by the parameter's name.
     sources: BTreeMap<String, (ParameterSource, ShapedArray)>,
     /// The stored tensors, by the names that `transformers` gives them.
@@ -57,7 +61,8 @@ pub struct Folder {
 
 impl Folder {
     /// Reads the config and the headers of the weights, but no values. Checks that the folder has
-    /// all tensors of the model, with the shapes of the config and a float dtype.
+    /// all tensors of the model, with the shapes of the config and a float dtype. If `path` is a
+    /// file, it is a GGUF file, or one part of a model that is split into several.
     ///
     /// If the config ties the output to the embedding but the files have both with different
     /// values, the model is not tied.
@@ -66,10 +71,14 @@ impl Folder {
     ///
     /// If a file is missing, damaged, too large, no regular file, or a pointer file of Git LFS. If
     /// a link leads out of the folder and its hub cache. If a tensor is missing, has another shape
-    /// or dtype, or exists twice. The message names the file, the tensor, the expected and the
-    /// found.
+    /// or dtype, or exists twice. If a GGUF file has a key or a tensor that is not known here and
+    /// may change results. The message names the file, the tensor, the expected and the found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
+        let is_named_so = path.extension().is_some_and(|end| end == "gguf");
+        if path.is_file() || (is_named_so && !path.is_dir()) {
+            return Self::open_gguf(path);
+        }
         let keys = keys_of(&path)?;
         let (family, mut config) = model_of(&path.join(CONFIG), keys.clone())?;
         let companions = companions(&path)?;
@@ -96,10 +105,7 @@ impl Folder {
             let is_float = matches!(stored.aval.dtype(), DType::F32 | DType::Bf16 | DType::F16);
             if !is_float || stored.aval.shape() != shape {
                 let found = format!("{} {:?}", stored.aval.dtype(), stored.aval.shape());
-                let file = match &stored.origin {
-                    ValueOrigin::File(file) => file.path(),
-                    ValueOrigin::New(_) => &list,
-                };
+                let file = stored.path().unwrap_or(&list);
                 return Err(unexpected(file, name, expected, found));
             }
         }
@@ -109,6 +115,7 @@ impl Folder {
             config,
             keys: keys.into(),
             companions,
+            made: None,
             sources,
             tensors,
             unused,
@@ -123,6 +130,41 @@ impl Folder {
             folder.sources.remove(OUTPUT);
         }
         Ok(folder)
+    }
+
+    /// Opens a GGUF file.
+    fn open_gguf(path: PathBuf) -> Result<Self> {
+        let GgufModel {
+            config: keys,
+            companions: made,
+            tensors: weights,
+        } = GgufModel::open(&path)?;
+        let (family, config) = model_of(&path, keys.clone())?;
+        let sources = sources(&path, family, &config)?;
+        let shapes = needed(sources.values());
+        let transposed = sources.values().filter(|(source, _)| source.is_transposed);
+        let transposed: BTreeSet<String> =
+            transposed.flat_map(|(source, _)| source.names()).collect();
+        let needed = shapes.iter().map(|(name, shape)| NeededTensor {
+            name,
+            shape,
+            is_transposed: transposed.contains(name),
+        });
+        Ok(Self {
+            tensors: weights.find(&config, needed)?,
+            path,
+            family,
+            config,
+            keys: keys.into(),
+            companions: made.keys().copied().collect(),
+            made: Some(made.into()),
+            sources,
+            unused: Vec::new(),
+            split: None,
+            read: Arc::default(),
+            known: Known::default(),
+            adapter: None,
+        })
     }
 
     /// Opens a folder with a config for a new model. Weights in the folder are not read. The first
@@ -144,6 +186,7 @@ impl Folder {
             config,
             keys: keys.into(),
             companions,
+            made: None,
             sources,
             tensors: BTreeMap::new(),
             unused: Vec::new(),
@@ -193,7 +236,7 @@ impl Folder {
             if let Some(stored) = self.tensors.get_mut(name) {
                 stored.adapter = Some(TensorAdapter {
                     matrices: matrices.clone(),
-                    is_transposed,
+                    is_transposed: is_transposed && !stored.is_turned(),
                 });
             }
         }
@@ -247,6 +290,10 @@ impl Folder {
 
     /// Reads a file other than weights, even if it has changed since the processes compared it.
     pub(crate) fn current(&self, name: &str) -> io::Result<Vec<u8>> {
+        if let Some(made) = &self.made {
+            let found = made.get(name).cloned();
+            return found.ok_or_else(|| io::Error::other(format!("no metadata for a {name}")));
+        }
         read_regular(&checked(&self.path, name, LARGEST_FILE)?, LARGEST_FILE)
     }
 
@@ -255,9 +302,7 @@ impl Folder {
         FolderContent::of(&self.tensors, |name| {
             let has_it = self.companions.contains(&name);
             let bytes = has_it.then(|| self.current(name)).transpose();
-            bytes.map_err(|why| {
-                Error::Environment(format!("{}: {why}", self.path.join(name).display()))
-            })
+            bytes.map_err(|why| Error::Environment(format!("{}: {why}", self.file(name).display())))
         })
     }
 
@@ -277,7 +322,7 @@ impl Folder {
         _ = self.known.set(content.clone());
         match content {
             Ok(content) => {
-                let mut facts = content.facts(&self.path, &self.tensors);
+                let mut facts = content.facts(|name| self.file(name), &self.tensors);
                 facts.extend(self.adapter.as_ref().map(Adapter::fact));
                 facts
             }
@@ -308,12 +353,7 @@ impl Folder {
             return Ok(Map::new());
         }
         let failed = |why: &dyn Display| {
-            unexpected(
-                &self.path.join(GENERATION),
-                "",
-                "settings of generation",
-                why,
-            )
+            unexpected(&self.file(GENERATION), "", "settings of generation", why)
         };
         let bytes = self.small(GENERATION).map_err(|why| failed(&why))?;
         read_json(&bytes).map_err(|why| failed(&why))
@@ -339,7 +379,7 @@ impl Folder {
     ///
     /// As for [`end_tokens`](Self::end_tokens).
     pub(crate) fn generation_ends(&self) -> Result<Option<Vec<u32>>> {
-        ends_of(&self.path.join(GENERATION), &self.generation()?)
+        ends_of(&self.file(GENERATION), &self.generation()?)
     }
 
     /// Returns the end tokens in `config.json`. `None` if it has none.
@@ -348,7 +388,7 @@ impl Folder {
     ///
     /// As for [`end_tokens`](Self::end_tokens).
     pub(crate) fn config_ends(&self) -> Result<Option<Vec<u32>>> {
-        ends_of(&self.path.join(CONFIG), &self.keys)
+        ends_of(&self.file(CONFIG), &self.keys)
     }
 
     /// Returns the keys of `config.json`, as they were when the folder was opened.
@@ -356,9 +396,18 @@ impl Folder {
         &self.keys
     }
 
-    /// Returns the path of the folder.
+    /// Returns the path of the folder, or of the GGUF file.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns the path of a file of the folder, for messages. That of the GGUF file, if the file's
+    /// content was made from its metadata.
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        match self.made {
+            Some(_) => self.path.clone(),
+            None => self.path.join(name),
+        }
     }
 
     /// Returns the model's config.
@@ -372,6 +421,12 @@ impl Folder {
         self.tensors
             .iter()
             .map(|(name, stored)| (name.as_str(), &stored.aval))
+    }
+
+    /// Returns the source of the values of a stored tensor.
+    #[cfg(test)]
+    pub(crate) fn origin(&self, tensor: &str) -> Option<&ValueOrigin> {
+        self.tensors.get(tensor).map(|stored| &stored.origin)
     }
 
     /// Returns the family's name for a config key.
@@ -421,7 +476,7 @@ impl Folder {
     pub fn check_training(&self) -> Result<()> {
         match self.config.dropout {
             None => Ok(()),
-            Some((key, share)) => Err(unexpected(&self.path.join(CONFIG), key, 0, share)),
+            Some((key, share)) => Err(unexpected(&self.file(CONFIG), key, 0, share)),
         }
     }
 
@@ -516,7 +571,7 @@ impl Folder {
             .values()
             .filter_map(|stored| match &stored.origin {
                 ValueOrigin::New(initial) => Some(initial.key.0),
-                ValueOrigin::File(_) => None,
+                ValueOrigin::File(_) | ValueOrigin::Packed(_) => None,
             });
         let key = self.form().fold_in(self.content()?.of_weights());
         Ok(new.fold(key, Key::fold_in).0)
@@ -610,7 +665,7 @@ fn token(value: &Value) -> Option<u32> {
 fn keys_of(path: &Path) -> Result<Map<String, Value>> {
     let file = path.join(CONFIG);
     checked(path, CONFIG, config::LARGEST_FILE)
-        .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
+        .map_err(|why| unexpected(&file, "", config::EXPECTED, with_hint(path, &why)))?;
     read_keys(&file)
 }
 

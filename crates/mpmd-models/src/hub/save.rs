@@ -272,7 +272,7 @@ fn write_adapter(
 /// of the copied config, if the key is there, to the state of the saved model.
 fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
     for name in from.companions() {
-        let path = from.path().join(name);
+        let path = from.file(name);
         let cannot = format!("a file that can be copied to {}", to.display());
         // A training does not end without its model since such a file has changed.
         let mut bytes = from

@@ -16,6 +16,7 @@ use mpmd::train::tensors::TensorFile;
 use crate::error::unexpected;
 use crate::family::{ParameterSource, TensorRows};
 use crate::hub::adapter_matrices::AdapterMatrices;
+use crate::hub::gguf::PackedTensor;
 use crate::hub::initial::InitialValues;
 
 /// The dtypes that weights may have in files, for messages.
@@ -45,6 +46,8 @@ pub(crate) struct TensorAdapter {
 #[derive(Clone, Debug)]
 pub(crate) enum ValueOrigin {
     File(TensorFile),
+    /// A GGUF file.
+    Packed(PackedTensor),
     /// Drawn at random: the model is new and has no files of weights. The dtype of
     /// [`StoredTensor::aval`] is that in which the tensor will be saved; the values are f32.
     New(InitialValues),
@@ -110,8 +113,9 @@ impl ParameterReader {
                 name,
                 adapter: None,
                 ..
-            } = self.counted(0, region)
+            } = &self.tensors[0]
         {
+            self.counted(0, region);
             file.read(name, region, view.as_bytes_mut())?;
             return tensor.check_finite(view.as_mut_slice()?, "finite values");
         }
@@ -121,10 +125,12 @@ impl ParameterReader {
     /// Returns the tensor of this index, and counts the bytes of its region as read.
     fn counted(&self, tensor: usize, region: &Region) -> &StoredTensor {
         let stored = &self.tensors[tensor];
-        if let ValueOrigin::File(_) = stored.origin {
-            let bytes = region.elements() * stored.aval.dtype().size();
-            self.read.fetch_add(bytes as u64, Ordering::Relaxed);
-        }
+        let bytes = match &stored.origin {
+            ValueOrigin::File(_) => (region.elements() * stored.aval.dtype().size()) as u64,
+            ValueOrigin::Packed(packed) => packed.bytes_of(region.elements()),
+            ValueOrigin::New(_) => 0,
+        };
+        self.read.fetch_add(bytes, Ordering::Relaxed);
         stored
     }
 }
@@ -133,18 +139,25 @@ impl StoredTensor {
     /// Returns a hash of the dtype and of `samples` samples of the values. `None` if the model is
     /// new.
     pub(crate) fn hash_samples(&self, samples: u64) -> Result<Option<u64>> {
-        let ValueOrigin::File(file) = &self.origin else {
-            return Ok(None);
-        };
-        file.hash_samples(&self.name, samples).map(Some)
+        match &self.origin {
+            ValueOrigin::File(file) => file.hash_samples(&self.name, samples).map(Some),
+            ValueOrigin::Packed(packed) => packed.hash_samples(samples).map(Some),
+            ValueOrigin::New(_) => Ok(None),
+        }
     }
 
     /// Returns the path of the tensor's file. `None` if the model is new.
     pub(crate) fn path(&self) -> Option<&Path> {
         match &self.origin {
             ValueOrigin::File(file) => Some(file.path()),
+            ValueOrigin::Packed(packed) => Some(packed.path()),
             ValueOrigin::New(_) => None,
         }
+    }
+
+    /// True if the file has the matrix as `[outputs, inputs]` although folders have it transposed.
+    pub(crate) fn is_turned(&self) -> bool {
+        matches!(&self.origin, ValueOrigin::Packed(packed) if packed.is_turned())
     }
 
     /// Returns an error if a value is infinite or NaN. `values` are some elements of the tensor, or
@@ -170,7 +183,7 @@ impl StoredTensor {
             if !found.is_empty() && width > 0 {
                 let place = range.start + found.start - first..range.start + found.end - first;
                 let into = &mut values[(found.start - rows.start) * width..][..found.len() * width];
-                match (source.is_transposed, &inner[..]) {
+                match (source.is_transposed && !self.is_turned(), &inner[..]) {
                     (true, [columns]) => self.read_transposed(columns.clone(), place, into)?,
                     _ => self.read_rows(place, &inner, into)?,
                 }
@@ -188,7 +201,11 @@ impl StoredTensor {
         values: &mut [f32],
     ) -> Result<()> {
         let width = values.len() / rows.len();
-        let step = (BLOCK / width).max(1);
+        let step = match &self.origin {
+            // It reads in its own steps.
+            ValueOrigin::Packed(_) => rows.len(),
+            _ => (BLOCK / width).max(1),
+        };
         let dtype = self.aval.dtype();
         let mut bytes = Vec::new();
         for (start, values) in rows
@@ -200,6 +217,10 @@ impl StoredTensor {
             let block = Region::new(block.collect());
             match &self.origin {
                 ValueOrigin::New(initial) => initial.fill(self.aval.shape(), &block, values),
+                ValueOrigin::Packed(packed) => {
+                    packed.read(block.range(0), inner.first().cloned(), values)?;
+                    self.check_finite(values, "finite values")?;
+                }
                 ValueOrigin::File(file) => {
                     bytes.resize(values.len() * dtype.size(), 0);
                     file.read(&self.name, &block, &mut bytes)?;

@@ -49,7 +49,7 @@ fn other(folder: &Folder, name: &str, difference: &JsonDifference) -> mpmd::Erro
         found,
     } = difference;
     let expected = format!("{expected}, as in the model in use");
-    unexpected(&folder.path().join(name), key, expected, found)
+    unexpected(&folder.file(name), key, expected, found)
 }
 
 /// Compares the settings that inference computes by.
@@ -70,7 +70,7 @@ fn check_config(used: &Folder, folder: &Folder) -> Result<()> {
         return Err(other(folder, CONFIG, &difference));
     }
 
-    let file = folder.path().join(CONFIG);
+    let file = folder.file(CONFIG);
     let [keys, other_keys] = [used.keys(), folder.keys()];
     let all: BTreeSet<&String> = keys.keys().chain(other_keys.keys()).collect();
     let differences = all.into_iter().filter_map(|key| {
@@ -116,7 +116,7 @@ fn check_tokenizer(used: &Folder, folder: &Folder) -> Result<()> {
     let of = |folder: &Folder| {
         let tokenizer = tokenizer(folder)?.to_string(false);
         let failed = |why: &dyn std::fmt::Display| {
-            let file = folder.path().join(TOKENIZER);
+            let file = folder.file(TOKENIZER);
             unexpected(&file, "", "a tokenizer", why)
         };
         let tokenizer = tokenizer.map_err(|why| failed(&why))?;
@@ -169,7 +169,7 @@ fn check_templates(used: &Folder, folder: &Folder) -> Result<()> {
             let line = same.count() + 1;
             let expected = "the chat template of the model in use";
             let found = format!("another one from line {line} on");
-            return Err(unexpected(&folder.path().join(file), "", expected, found));
+            return Err(unexpected(&folder.file(file), "", expected, found));
         }
     }
 

@@ -61,7 +61,7 @@ impl Sampling {
     /// If the file is damaged, or a value has the wrong type or is out of range. The message names
     /// the key.
     pub fn of(folder: &Folder) -> Result<Self> {
-        let file = folder.path().join(GENERATION);
+        let file = folder.file(GENERATION);
         let keys = ConfigKeys::new(&file, folder.generation()?);
         let drawn = Self {
             temperature: keys.number("temperature", 1.0)?,

@@ -68,7 +68,7 @@ impl Stages {
     /// If the model has fewer layers than stages, or fewer positions than `positions`.
     pub fn new(folder: &Folder, stages: usize, positions: usize) -> Result<Self, DivisionError> {
         let config = folder.config();
-        let file = folder.path().join(CONFIG);
+        let file = folder.file(CONFIG);
         if config.num_hidden_layers < stages {
             let expected = format!("at least {stages}, the number of stages");
             let key = folder.key("num_hidden_layers");
@@ -386,7 +386,7 @@ impl Stages {
         let layers = self.folder.config().num_hidden_layers;
         let stages = layers.div_ceil(MOST_TRAINED);
         Err(unexpected(
-            &self.folder.path().join(CONFIG),
+            &self.folder.file(CONFIG),
             self.folder.key("num_hidden_layers"),
             format!("at most {MOST_TRAINED} in each stage of a training ({stages} stages or more)"),
             format!("{layers}, and {most} of them in a stage"),

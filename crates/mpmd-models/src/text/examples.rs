@@ -367,7 +367,7 @@ impl ExampleReader<'_> {
             Some(token) => self.prompts.tokenizer().token_to_id(token).ok_or_else(|| {
                 let expected = "eos_token of tokenizer_config.json among its tokens";
                 unexpected(
-                    &self.folder.path().join(TOKENIZER),
+                    &self.folder.file(TOKENIZER),
                     "",
                     expected,
                     format!("no {token:?}"),

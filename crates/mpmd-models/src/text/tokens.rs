@@ -33,7 +33,7 @@ const TRIES: usize = 16;
 ///
 /// If `tokenizer.json` is missing or damaged.
 pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
-    let file = folder.path().join(TOKENIZER);
+    let file = folder.file(TOKENIZER);
     let expected = "a tokenizer";
     // The error of the library does not say that a file is missing.
     let json = folder
@@ -132,7 +132,7 @@ pub fn check_rows<'a>(
     let expected = format!("tokens below {rows}, the vocab_size of config.json");
     let found = format!("{id}, which is {token:?}");
     Err(unexpected(
-        &folder.path().join(TOKENIZER),
+        &folder.file(TOKENIZER),
         "a text",
         expected,
         found,

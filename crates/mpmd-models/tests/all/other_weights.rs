@@ -23,7 +23,7 @@ const GENERATION: &str = "generation_config.json";
 
 /// Reads the weights of `other` as a new version of the model in `used`, in two processes. Returns
 /// the error, without the path of the folder.
-fn exchange(used: &Path, other: &Path) -> Option<String> {
+pub(crate) fn exchange(used: &Path, other: &Path) -> Option<String> {
     let used = mpmd_models::Folder::open(used).unwrap();
     simulate(2, 2, |p, meshes| {
         let room = Room {

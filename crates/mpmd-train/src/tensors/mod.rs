@@ -13,7 +13,7 @@ mod unique_json;
 pub use disk::{check_folder, replace};
 pub(crate) use file::{LONGEST_HEADER, failed};
 pub use file::{TensorFile, header};
-pub use mpmd_core::file_note;
+pub use mpmd_core::{file_note, hash_samples};
 pub use pointer::{read_regular, refuse_pointer};
 pub use runs::runs;
 pub(crate) use save::host_owners;

@@ -53,12 +53,7 @@ fn settings(folder: &Folder, name: &str) -> Result<Option<Json>> {
         return Ok(None);
     }
     let failed = |why: &dyn std::fmt::Display| {
-        unexpected(
-            &folder.path().join(name),
-            "",
-            "settings of a tokenizer",
-            why,
-        )
+        unexpected(&folder.file(name), "", "settings of a tokenizer", why)
     };
     let bytes = folder.small(name).map_err(|why| failed(&why))?;
     read_json(&bytes).map(Some).map_err(|why| failed(&why))
@@ -72,7 +67,7 @@ fn settings(folder: &Folder, name: &str) -> Result<Option<Json>> {
 pub(crate) fn source(folder: &Folder, name: usize) -> Result<Option<String>> {
     if folder.companions().contains(&FILES[name]) {
         let failed = |why: &dyn std::fmt::Display| {
-            unexpected(&folder.path().join(FILES[name]), "", "a chat template", why)
+            unexpected(&folder.file(FILES[name]), "", "a chat template", why)
         };
         let bytes = folder.small(FILES[name]).map_err(|why| failed(&why))?;
         return String::from_utf8(bytes)
