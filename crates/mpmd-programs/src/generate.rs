@@ -31,8 +31,8 @@ use crate::weight_type::WeightTypeArg;
 pub struct Generate {
     #[command(flatten)]
     job: JobArgs,
-    /// Folder with config.json, tokenizer.json and the weights as safetensors; or NAME or
-    /// NAME@REVISION of a model in the cache of the hub
+    /// Folder with config.json, tokenizer.json and the weights as safetensors; or a GGUF file; or
+    /// NAME or NAME@REVISION of a model in the cache of the hub
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Folder of an adapter of LoRA, as the library `peft` has it, which is added to the weights

@@ -1,4 +1,4 @@
-//! The model that a program loads: a folder, or a name in the cache of the hub.
+//! The model that a program loads: a folder, a GGUF file, or a name in the cache of the hub.
 
 use std::env;
 use std::ffi::OsString;
@@ -93,8 +93,12 @@ fn snapshot(
     )
 }
 
-/// Splits a value into the name and the revision of a model in the hub. `None` if it cannot be one.
+/// Splits a value into the name and the revision of a model in the hub. `None` if it cannot be one,
+/// or is the name of a GGUF file.
 fn hub_name(value: &Path) -> Option<(&str, Option<&str>)> {
+    if is_gguf(value) {
+        return None;
+    }
     let text = value.to_str()?;
     let (name, revision) = match text.split_once(REVISION) {
         Some((name, revision)) => (name, Some(revision)),
@@ -108,6 +112,12 @@ fn hub_name(value: &Path) -> Option<(&str, Option<&str>)> {
     let is_name = parts.len() <= 2 && parts.into_iter().all(is_part);
     let is_revision = revision.is_none_or(is_plain);
     (is_name && is_revision).then_some((name, revision))
+}
+
+/// True if a path has the ending of GGUF files.
+pub(crate) fn is_gguf(path: &Path) -> bool {
+    path.extension()
+        .is_some_and(|end| end.eq_ignore_ascii_case("gguf"))
 }
 
 /// True if a path leads only into its folder.
@@ -153,6 +163,8 @@ mod tests {
             "a b/c",
             "o/n@../x",
             "o/n@",
+            "model.gguf",
+            "folder/model.GGUF",
         ] {
             assert_eq!(of(path), None, "{path}");
         }

@@ -40,8 +40,9 @@ const CACHE: u64 = 1 << 30;
 pub struct Serve {
     #[command(flatten)]
     job: JobArgs,
-    /// Folder with config.json, tokenizer.json and the weights as safetensors, or NAME or
-    /// NAME@REVISION of a model in the cache of the hub; default: a tiny demonstration model
+    /// Folder with config.json, tokenizer.json and the weights as safetensors, or a GGUF file, or
+    /// NAME or NAME@REVISION of a model in the cache of the hub; default: a tiny demonstration
+    /// model
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Folder of an adapter of LoRA, as the library `peft` has it. It is added to the weights of

@@ -47,8 +47,8 @@ const SEQUENCES: usize = 8;
 pub struct TrainAndServe {
     #[command(flatten)]
     job: JobArgs,
-    /// Folder with config.json, tokenizer.json and the weights as safetensors; or NAME or
-    /// NAME@REVISION of a model in the cache of the hub
+    /// Folder with config.json, tokenizer.json and the weights as safetensors; or a GGUF file; or
+    /// NAME or NAME@REVISION of a model in the cache of the hub
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Texts to train on: files and folders

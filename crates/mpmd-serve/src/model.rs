@@ -32,8 +32,8 @@ pub struct Model {
 
 impl Model {
     /// Reads the generation settings of a folder. `prompts` has its tokenizer and its chat
-    /// templates. Without `name` the model has the name of the folder. A prompt and its reply have
-    /// at most `positions` tokens together.
+    /// templates. Without `name` the model has the name of the folder, or of the file without its
+    /// ending. A prompt and its reply have at most `positions` tokens together.
     ///
     /// # Errors
     ///
@@ -46,7 +46,11 @@ impl Model {
     ) -> CoreResult<Self> {
         let sampling = Sampling::of(folder)?;
         let path = folder.path();
-        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let path = match path.is_file() {
+            // A link of the hub's cache leads to a file with another name.
+            true => path.with_extension(""),
+            false => path.canonicalize().unwrap_or_else(|_| path.to_owned()),
+        };
 
         let own_name = || {
             path.file_name()

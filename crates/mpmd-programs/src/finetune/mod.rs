@@ -43,8 +43,8 @@ pub struct Finetune {
 #[derive(Debug, clap::Args)]
 #[group(required = true, multiple = false)]
 struct Source {
-    /// Folder with config.json, tokenizer.json and the weights as safetensors; or NAME or
-    /// NAME@REVISION of a model in the cache of the hub
+    /// Folder with config.json, tokenizer.json and the weights as safetensors; or a GGUF file; or
+    /// NAME or NAME@REVISION of a model in the cache of the hub
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Train a new model: folder with config.json and tokenizer.json. Its first weights are drawn

@@ -23,6 +23,7 @@ use super::divided_model::DividedModel;
 use crate::chat::ChatArgs;
 use crate::division::DivisionArgs;
 use crate::inputs::compared;
+use crate::model::is_gguf;
 use crate::token_type::TokenTypeArg;
 use crate::weight_type::ComputeArg;
 use crate::weights::PublishArgs;
@@ -312,6 +313,10 @@ pub(super) fn create_saved_folders(
     for (option, folder) in saved {
         let Some(folder) = folder else { continue };
         let name = folder.display();
+        ensure!(
+            !is_gguf(folder),
+            "{option} {name}: expected a folder: models are saved as safetensors, not as GGUF"
+        );
         std::fs::create_dir_all(folder)
             .with_context(|| format!("{option} {name}: expected a folder for the trained model"))?;
 

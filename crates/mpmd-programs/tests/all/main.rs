@@ -11,6 +11,7 @@ mod finetune;
 #[allow(dead_code, reason = "shared with the tests of mpmd-models")]
 mod folders;
 mod generate;
+mod gguf;
 mod hosts;
 mod model_names;
 mod new;

@@ -125,7 +125,8 @@ pub(super) async fn update_weight_version(State(shared): Shares, body: Body) -> 
     Ok(Json(json!({ "weight_version": label })).into_response())
 }
 
-/// Handles `/load_weights`: loads a folder's weights, and answers once they are in use.
+/// Handles `/load_weights`: loads the weights of a folder or a GGUF file, and answers once they are
+/// in use.
 pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
     let weights = shared.weights.clone();
     let path = move |body: &[u8], _: &_| {
@@ -141,17 +142,21 @@ pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
     Ok(Json(json!({ "version": version, "weight_version": &*label })).into_response())
 }
 
-/// Returns the path of a folder without symbolic links, if it is one of `folders` or inside one.
-/// The error is the same for missing folders and for folders elsewhere.
+/// Returns the path of a folder or a GGUF file without symbolic links, if it is one of `folders` or
+/// inside one. The error is the same for missing ones and for those elsewhere.
 fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, HttpFailure> {
     let is_in = |path: &PathBuf| folders.iter().any(|folder| path.starts_with(folder));
+    let is_model = |path: &PathBuf| {
+        let is_gguf = path.extension().is_some_and(|end| end == "gguf");
+        path.is_dir() || (is_gguf && path.is_file())
+    };
     let found = Path::new(path).canonicalize().ok();
-    let found = found.filter(|path| is_in(path) && path.is_dir());
+    let found = found.filter(|path| is_in(path) && is_model(path));
     let found = found.and_then(|path| path.into_os_string().into_string().ok());
     let wrong = || {
         HttpFailure::field(
             "path",
-            "expected a folder within those that the server allows",
+            "expected a folder, or a GGUF file, within those that the server allows",
         )
     };
     found.ok_or_else(wrong)

@@ -203,7 +203,7 @@ fn weights_outside_the_allowed_folders_are_refused() {
         name.as_ref(),
         Path::new("/nowhere"),
     ] {
-        let why = "path: expected a folder within those that the server allows";
+        let why = "path: expected a folder, or a GGUF file, within those that the server allows";
         assert_eq!(refusal(&server, path), why, "{path:?}");
     }
     // The engine of this test takes none: one waits until the end.
