@@ -450,6 +450,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/generate.md")]
     pub mod generate {}
 
+    #[doc = include_str!("../../docs/guide/gguf.md")]
+    pub mod gguf {}
+
     #[doc = include_str!("../../docs/guide/install.md")]
     pub mod install {}
 

@@ -107,6 +107,10 @@ fn furnish(folder: &Path) {
         ("LICENSE-MIT", "LICENSE-MIT"),
         ("LICENSE-APACHE", "LICENSE-APACHE"),
         (grouped, "grouped"),
+        (
+            "crates/mpmd-models/tests/gguf/plain-q8_0.gguf",
+            "model-Q8_0.gguf",
+        ),
         ("crates/mpmd-models/tests/adapters/grouped", "adapter"),
     ];
     for (file, name) in files {
