@@ -433,8 +433,10 @@ impl Rendezvous {
         self.leave_and(LeaveKind::Ends)
     }
 
-    /// Leaves an epoch that has failed, as [`leave`](Self::leave) does. This process keeps its
-    /// place in the next epoch if it joins that epoch within the server's peer timeout.
+    /// Leaves an epoch that has failed, as [`leave`](Self::leave) does, but keeps the connection
+    /// open. This process keeps its place in the next epoch if it joins that epoch over another
+    /// connection within the server's peer timeout. If this is dropped before that, the server
+    /// counts the process as dead.
     ///
     /// # Errors
     ///
@@ -455,6 +457,7 @@ impl Rendezvous {
 
     fn leave_and(&self, how: LeaveKind) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
+        let returns = matches!(how, LeaveKind::Returns);
         let peer_timeout = self.config.peer_timeout.min(LEAVE_WITHIN);
         let left = self
             .link
@@ -467,7 +470,9 @@ impl Rendezvous {
             self.link.state.lock().ended = Some(RendezvousError::Left);
         }
 
-        self.link.end(RendezvousError::Left);
+        if left.is_err() || !returns {
+            self.link.end(RendezvousError::Left);
+        }
         left
     }
 

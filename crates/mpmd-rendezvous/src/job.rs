@@ -109,7 +109,8 @@ impl JobState {
 
     /// Records that a process has ended, and that a spare may take its place.
     pub(super) fn place_is_free(&mut self, ended: EndedProcess) {
-        self.epochs.place_is_free(ended, &mut self.actions);
+        self.epochs
+            .place_is_free(ended, self.ticked, &mut self.actions);
         self.epochs.dismiss_spares(self.ticked, &mut self.actions);
     }
 
@@ -139,6 +140,8 @@ impl JobState {
         if let Some(process) = self.forget(link) {
             self.end(link, process, why, EndKind::Died);
         }
+        self.epochs
+            .returner_is_gone(link, self.ticked, &mut self.actions);
     }
 
     /// Handles a client's request.
@@ -222,8 +225,6 @@ impl JobState {
     /// Handles a client's request to leave its epoch.
     fn leave(&mut self, link: Link, ask: u64, how: LeaveKind, now: Instant) {
         self.actions.answer(link, ask, Ok(RequestAnswer::Done));
-        self.actions.close(link);
-
         let mut why = "it has left the job";
         let how = match how {
             LeaveKind::Ends => {
@@ -239,9 +240,28 @@ impl JobState {
                 EndKind::Died
             }
         };
-        if let Some(process) = self.forget(link) {
+
+        let place = match how {
+            EndKind::Returns => self.await_return(link, now),
+            _ => {
+                self.actions.close(link);
+                self.forget(link)
+            }
+        };
+        if let Some(process) = place {
             self.end(link, process, why, how);
         }
+    }
+
+    /// Lets a client leave its epoch, and awaits its process in the next one. The connection stays
+    /// until then: its end is that of the process. Returns the place of the process in its epoch,
+    /// if it had joined.
+    fn await_return(&mut self, link: Link, now: Instant) -> Option<ProcessId> {
+        self.forget_requests(link);
+        if let Some(client) = self.clients.get_mut(&link) {
+            client.join_by = after(now, self.peer_timeout);
+        }
+        self.epochs.leaves_to_return(link)
     }
 
     /// Sends due pings, drops silent clients, and fails expired requests. Returns the time of the
@@ -338,6 +358,10 @@ impl JobState {
         let entry = self
             .epochs
             .join(link, wish, member, wait, now, &mut self.actions)?;
+        if let Some(left) = self.epochs.has_returned(wish.identity.key, link) {
+            self.clients.remove(&left);
+            self.actions.close(left);
+        }
         if matches!(entry, JobEntry::HasPlace { .. }) && wish.waits {
             self.actions.say(link, ServerReply::Place);
         }
@@ -398,11 +422,15 @@ impl JobState {
     /// Removes a client and its pending requests. Returns the number of its process, if it had
     /// joined.
     fn forget(&mut self, link: Link) -> Option<ProcessId> {
+        self.forget_requests(link);
+        self.clients.remove(&link);
+        self.epochs.forget(link, &mut self.actions)
+    }
+
+    fn forget_requests(&mut self, link: Link) {
         self.values.forget(link);
         self.barriers.forget(link);
         self.looks.forget(link);
-        self.clients.remove(&link);
-        self.epochs.forget(link, &mut self.actions)
     }
 
     /// Handles the end of a process. If its epoch is running, fails all requests that wait for the

@@ -15,6 +15,7 @@ use mpmd_base::block::Instant;
 
 use self::leavers::Leavers;
 use self::places::{FormerHolder, KnownProcess, Seat, SeatEnd};
+use self::returners::Returners;
 use self::sizes::check_sizes;
 use super::super::facts::MAX_FACT_BYTES;
 use super::super::protocol::{RequestAnswer, ServerReply};
@@ -78,6 +79,7 @@ pub(crate) struct Epochs {
     /// Processes that wait for a place, in order of arrival.
     spares: Vec<Seat>,
     leavers: Leavers,
+    returners: Returners,
     /// The place of each client in the newest epoch that it has joined.
     joined: BTreeMap<Link, ProcessId>,
     /// Processes that are connected or had a place in an epoch that has begun, by the key of their
@@ -118,6 +120,7 @@ impl Epochs {
             vacant: vec![false; processes],
             spares: Vec::new(),
             leavers: Leavers::default(),
+            returners: Returners::default(),
             joined: BTreeMap::new(),
             known: BTreeMap::new(),
             reports: Vec::new(),
@@ -219,6 +222,17 @@ impl Epochs {
             self.tell_size(actions);
         }
         self.joined.remove(&link)
+    }
+
+    /// Returns the key of a client whose process has joined some epoch.
+    fn key_of(&self, link: Link) -> Option<u128> {
+        let seats = self.seats.iter().flatten();
+        let seats = seats.map(|seat| (seat.link, seat.key));
+        let former = self.before.iter().flatten();
+        let former = former.map(|former| (former.link, former.key));
+        seats
+            .chain(former)
+            .find_map(|(held, key)| (held == link).then_some(key))
     }
 
     /// Returns the place of a client in the current epoch.
@@ -580,37 +594,6 @@ impl Epochs {
         }
     }
 
-    /// Counts processes as dead that have not returned in time, if no other process can begin the
-    /// next epoch.
-    fn stop_waiting_for_returns(&mut self, now: Instant, actions: &mut JobActions) {
-        let is_due = self.returns_by.is_some_and(|until| now >= until);
-        if !is_due {
-            return;
-        }
-
-        self.returns_by = None;
-        if self.phase != EpochPhase::Running || self.present() > 0 {
-            return;
-        }
-
-        let mut late = Vec::new();
-        for seat in self.seats.iter_mut().flatten() {
-            if let Some(end) = seat
-                .ended
-                .as_mut()
-                .filter(|end| end.how == EndKind::Returns)
-            {
-                end.how = EndKind::Died;
-                late.push(seat.key);
-            }
-        }
-
-        self.leavers.are_needed |= !late.is_empty();
-        late.into_iter()
-            .for_each(|key| self.set_part(key, ProcessPart::Out));
-        self.dismiss_spares(now, actions);
-    }
-
     /// Marks a process as ended. Returns true if its epoch is running. Before an epoch is complete,
     /// only frees the process's place. `link` is the process's connection, perhaps of an earlier
     /// epoch. `now` is the time of the last tick: all deadlines are extended by a stop of the
@@ -725,7 +708,12 @@ impl Epochs {
     /// Frees the place of a process that has ended while no connection of it could tell so: before
     /// the first epoch began, or between two epochs. A spare takes the place. If none can come to
     /// the first epoch, the job fails.
-    pub(super) fn place_is_free(&mut self, ended: EndedProcess, actions: &mut JobActions) {
+    pub(super) fn place_is_free(
+        &mut self,
+        ended: EndedProcess,
+        now: Instant,
+        actions: &mut JobActions,
+    ) {
         let EndedProcess { number, place, why } = ended;
         if self.epoch == 1 && self.phase == EpochPhase::Gathering {
             if let Some(vacant) = self.vacant.get_mut(place.index()) {
@@ -742,35 +730,7 @@ impl Epochs {
         };
         known.has_ended = true;
         let key = *key;
-        self.returns_no_more(key, actions);
-    }
-
-    /// Frees the place of a process that has left its epoch in order to join the next one, and has
-    /// ended before it joined. Does nothing if it holds a place: its connection ends, too.
-    fn returns_no_more(&mut self, key: u128, actions: &mut JobActions) {
-        for seat in self.seats.iter_mut().flatten() {
-            if let Some(end) = &mut seat.ended
-                && seat.key == key
-                && end.how == EndKind::Returns
-            {
-                end.how = EndKind::Died;
-                self.leavers.are_needed = true;
-            }
-        }
-
-        let is_reserved = |process: &ProcessId| {
-            let holder = self.before[process.index()];
-            self.seats[process.index()].is_none() && holder.is_some_and(|holder| holder.key == key)
-        };
-        let reserved = processes(self.seats.len()).find(is_reserved);
-        if self.phase == EpochPhase::Gathering
-            && let Some(place) = reserved
-        {
-            self.leavers.are_needed = true;
-            self.vacant[place.index()] = true;
-            self.forget_if_gone(key);
-            self.place_spares(actions);
-        }
+        self.returns_no_more(key, now, actions);
     }
 
     /// Fails a job that was never complete if a process that has ended leaves a place free and no
@@ -899,6 +859,7 @@ fn is_gone(seat: &Option<Seat>) -> bool {
 mod leavers;
 mod places;
 mod resumed;
+mod returners;
 mod sizes;
 
 #[cfg(test)]

@@ -49,6 +49,9 @@ pub(super) struct Candidate {
     pub(super) opened: Result<OpenedTransport>,
     /// The secret token of the job.
     pub(super) token: [u8; 32],
+    /// The connection over which the process has left the epoch before:
+    /// [`Returning::left_over`].
+    pub(super) left_over: Option<Arc<Rendezvous>>,
 }
 
 /// The outcome of an attempt to join an epoch of the job.
@@ -183,6 +186,7 @@ impl Candidate {
             leaves,
             lack: None,
             parting: self.rendezvous.parting(),
+            left_over: self.left_over,
         };
         EpochStart::Lost {
             failure: Arc::new(failure),

@@ -102,11 +102,17 @@ impl EnvironmentJob {
             run,
             ..returning.identity
         };
-        let Returning { server, leaves, .. } = returning;
+        let Returning {
+            server,
+            leaves,
+            left_over,
+            ..
+        } = returning;
         match self.join_as(Some(FormerMember {
             identity,
             server,
             leaves,
+            left_over: left_over.clone(),
         })) {
             // Process 0 was started again, and with it another service. That of this job is not it.
             Err(Error::Launch(LaunchError::Rendezvous(RendezvousError::OtherRun { .. })))
@@ -116,6 +122,7 @@ impl EnvironmentJob {
                     identity,
                     server: None,
                     leaves,
+                    left_over,
                 }))
             }
             started => started,
@@ -139,6 +146,9 @@ struct FormerMember {
     server: Option<RendezvousServer>,
     /// True if the process is leaving the job.
     leaves: bool,
+    /// The connection over which the process has left the epoch before:
+    /// [`Returning::left_over`].
+    left_over: Option<Arc<Rendezvous>>,
 }
 
 /// Fills settings that the program has not set with the values of environment variables.
@@ -255,6 +265,7 @@ fn join(
         identity,
         mut server,
         leaves,
+        left_over,
     } = match returning {
         Some(former) => former,
         None => new_member(env, peer_timeout)?,
@@ -314,6 +325,7 @@ fn join(
         member,
         opened,
         token: *env.token.bytes(),
+        left_over,
     };
     candidate.join(builder, topology)
 }
@@ -357,6 +369,7 @@ fn new_member(env: &JobEnv, peer_timeout: Duration) -> Result<FormerMember> {
         identity: Identity::random().map_err(wrong)?,
         server,
         leaves: false,
+        left_over: None,
     })
 }
 
@@ -432,6 +445,7 @@ pub(crate) fn join_beside(job: SideJob<'_>) -> Result<Program> {
         member,
         opened,
         token: *token.bytes(),
+        left_over: None,
     };
     match candidate.join(builder, topology)? {
         EpochStart::Program(program) => Ok(*program),

@@ -115,6 +115,10 @@ pub(crate) struct Returning {
     pub(super) lack: Option<ProcessLack>,
     /// The way in which this process's connection to the rendezvous service ended.
     pub(super) parting: ServiceParting,
+    /// The connection over which this process has left its epoch. It stays open until the process
+    /// has joined the next one, so that the service sees if the process dies meanwhile. `None` if
+    /// the process had no place.
+    pub(super) left_over: Option<Arc<Rendezvous>>,
 }
 
 /// The lack of a process without which the job cannot go on.
@@ -325,6 +329,7 @@ impl Membership {
             identity,
             server,
             mut succession,
+            rendezvous,
             ..
         } = self;
 
@@ -342,6 +347,7 @@ impl Membership {
             leaves: false,
             lack: None,
             parting,
+            left_over: Some(rendezvous),
         }
     }
 

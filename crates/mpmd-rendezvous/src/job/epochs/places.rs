@@ -505,21 +505,7 @@ impl Epochs {
 
     /// Records that a client's process, which may still live, has lost its place.
     pub(in super::super) fn gives_up(&mut self, link: Link) {
-        let seats = self
-            .seats
-            .iter()
-            .flatten()
-            .map(|seat| (seat.link, seat.key));
-        let former = self
-            .before
-            .iter()
-            .flatten()
-            .map(|former| (former.link, former.key));
-
-        let key = seats
-            .chain(former)
-            .find(|(held, _)| *held == link)
-            .map(|(_, key)| key);
+        let key = self.key_of(link);
         key.into_iter()
             .for_each(|key| self.set_part(key, ProcessPart::Out));
     }

@@ -5,6 +5,7 @@ mod facts;
 mod late;
 mod leavers;
 mod resumed;
+mod returners;
 mod vectors;
 
 use mpmd_base::VectorWidth;
@@ -129,7 +130,9 @@ impl Table {
         };
         self.job
             .said(link, ClientRequest::Leave { ask: 2, how }, self.now);
-        self.job.closed(link, "the connection was closed");
+        if !returns {
+            self.job.closed(link, "the connection was closed");
+        }
     }
 
     fn die(&mut self, link: Link) {
@@ -236,26 +239,6 @@ fn new_process_that_starts_later_takes_the_place() {
 }
 
 #[test]
-fn process_that_does_not_return_in_time_loses_its_place() {
-    let mut table = Table::running();
-    table.die(11);
-    table.leave(10, true);
-    table.leave(12, true);
-    table.join(2, 0);
-    table.join_as(90, 1, 3);
-    assert_eq!((table.job.epochs.wanted(), table.joined()), (0, vec![]));
-    table.pass(TIME_LIMIT, &[20, 90]);
-    assert_eq!((table.job.epochs.wanted(), table.joined()), (1, vec![]));
-    table.join_as(91, 1, 4);
-    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (91, 2, 2)]);
-    // The late one becomes a spare.
-    table.join(2, 2);
-    assert_eq!(table.joined(), []);
-    table.die(20);
-    assert_eq!(table.job.epochs.wanted(), 0);
-}
-
-#[test]
 fn epoch_without_enough_processes_fails_and_names_the_missing() {
     let mut table = Table::running();
     table.die(11);
@@ -302,23 +285,6 @@ fn deaths_while_an_epoch_gathers_free_their_places() {
     let mut links: Vec<Link> = joined.iter().map(|(link, ..)| *link).collect();
     links.sort_unstable();
     assert_eq!(links, [91, 92, 93]);
-}
-
-#[test]
-fn late_end_of_an_old_connection_does_not_matter() {
-    let mut table = Table::running();
-    table.die(11);
-    table.join_as(90, 1, 3);
-    // They join before the service has seen the ends of their old connections.
-    table.join(2, 0);
-    table.join(2, 2);
-    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
-    table.die(10);
-    table.leave(12, false);
-    assert_eq!(
-        (table.job.epochs.present(), table.job.epochs.wanted()),
-        (3, 0)
-    );
 }
 
 #[test]
@@ -435,36 +401,6 @@ fn process_that_dies_before_the_first_epoch_is_replaced_at_once() {
     assert_eq!((table.joined(), table.job.epochs.wanted()), (vec![], 1));
     table.join_as(90, 1, 3);
     assert_eq!(table.joined(), [(10, 0, 1), (90, 1, 1), (12, 2, 1)]);
-}
-
-#[test]
-fn epoch_waits_once_more_for_new_processes() {
-    let mut table = Table::running();
-    // One never returns.
-    table.leave(10, true);
-    for process in [1, 2] {
-        table.leave(10 + u64::from(process), true);
-        table.join(2, process);
-    }
-    table.pass(TIME_LIMIT * 3 / 2, &[21, 22]);
-    assert_eq!(table.joined(), []);
-    table.join_as(90, 1, 3);
-    assert_eq!(table.joined(), [(90, 0, 2), (21, 1, 2), (22, 2, 2)]);
-    table.die(90);
-    table.leave(21, true);
-    table.join(3, 1);
-    table.pass(TIME_LIMIT * 3, &[22, 31]);
-    let missing = |answer: &(Link, Result<RequestAnswer, RendezvousError>)| {
-        matches!(answer, (31, Err(RendezvousError::Missing { .. })))
-    };
-    assert!(matches!(&table.answers()[..], [answer] if missing(answer)));
-    // So does a spare that comes too late.
-    table.join_as(91, 1, 3);
-    let answers = table.answers();
-    assert!(
-        matches!(&answers[..], [(91, Err(RendezvousError::Missing { .. }))]),
-        "{answers:?}"
-    );
 }
 
 #[test]

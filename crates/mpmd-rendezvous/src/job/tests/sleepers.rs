@@ -87,6 +87,9 @@ struct Process {
     address: String,
     /// The service and the link of its connection.
     link: Option<(usize, Link)>,
+    /// The service and the link of the connection over which it has left its epoch, until it has
+    /// joined the next one.
+    left_over: Option<(usize, Link)>,
     inbox: VecDeque<FromService>,
     contact: ServiceContact,
     parting: Option<ServiceParting>,
@@ -147,6 +150,7 @@ impl World {
             leaves: false,
             address: FIRST.to_owned(),
             link: None,
+            left_over: None,
             inbox: VecDeque::new(),
             contact: ServiceContact::new(TIMEOUT, now),
             parting: None,
@@ -238,8 +242,10 @@ impl World {
                 }
                 1 if is_time && cuts > 0 => {
                     cuts -= 1;
-                    self.hang_up(victim);
-                    self.processes[victim].inbox.push_back(FromService::Closed);
+                    let this = &mut self.processes[victim];
+                    this.inbox.push_back(FromService::Closed);
+                    let cut = this.link.or(this.left_over.take());
+                    self.hang_up(cut);
                 }
                 // One is left, to end the job.
                 2 if is_time && kills > 0 && self.living() > 1 => {
@@ -305,9 +311,9 @@ impl World {
         }
     }
 
-    /// Closes the connection of a process at its end.
-    fn hang_up(&mut self, process: usize) {
-        if let Some((service, link)) = self.processes[process].link {
+    /// Closes a connection.
+    fn hang_up(&mut self, connection: Option<(usize, Link)>) {
+        if let Some((service, link)) = connection {
             self.services[service]
                 .inbox
                 .push_back((link, FromClient::Closed));
@@ -324,9 +330,10 @@ impl World {
 
     /// Ends a process, and its service.
     fn end(&mut self, process: usize, how: HowItEnded) {
-        self.hang_up(process);
-        self.processes[process].link = None;
-        self.processes[process].doing = Doing::Ended(how);
+        let this = &mut self.processes[process];
+        this.doing = Doing::Ended(how);
+        let connections = [this.link.take(), this.left_over.take()];
+        connections.into_iter().for_each(|one| self.hang_up(one));
         for (at, service) in self.services.iter_mut().enumerate() {
             if service.host != process || !service.stands {
                 continue;
@@ -345,6 +352,10 @@ impl World {
         let now = self.now;
         if self.processes[process].link.is_some() {
             self.processes[process].contact.runs(now);
+        }
+        if let Some((service, link)) = self.processes[process].left_over {
+            let answers = FromClient::Said(ClientRequest::Pong);
+            self.services[service].inbox.push_back((link, answers));
         }
         for said in std::mem::take(&mut self.processes[process].inbox) {
             if self.processes[process].link.is_some() && !self.has_ended(process) {
@@ -476,9 +487,8 @@ impl World {
                 how: LeaveKind::Returns,
             },
         );
-        self.hang_up(process);
         let this = &mut self.processes[process];
-        this.link = None;
+        this.left_over = this.link.take();
         this.epoch += 1;
         this.parts();
         this.doing = Doing::Seeks(self.now);
@@ -595,6 +605,8 @@ impl World {
             member: Box::new(member),
         };
         self.say(process, join);
+        let left_over = self.processes[process].left_over.take();
+        self.hang_up(left_over);
     }
 
     /// Lets the processes of an epoch go on without one of them, which leaves in order. The process

@@ -235,7 +235,10 @@ impl SimulatedJob<'_> {
             .as_ref()
             .map_or(new, |returning| returning.identity);
         let leaves = returning.as_ref().is_some_and(|returning| returning.leaves);
-        builder.epoch = returning.map_or(1, |returning| returning.epoch + 1);
+        builder.epoch = returning
+            .as_ref()
+            .map_or(1, |returning| returning.epoch + 1);
+        let left_over = returning.and_then(|returning| returning.left_over);
 
         let life = self.parts.lives[self.process.index()].clone();
         let (rendezvous, link) = self
@@ -286,6 +289,7 @@ impl SimulatedJob<'_> {
             member,
             opened,
             token: [0; 32],
+            left_over,
         };
 
         note(format_args!(
