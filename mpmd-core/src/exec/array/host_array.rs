@@ -132,9 +132,13 @@ impl HostArray {
             return self.data.clone();
         }
         let item_bytes = self.dtype().size();
-        let mut part = vec![0; region.elements() * item_bytes];
-        copy_region(&self.data, &whole, &mut part, region, region, item_bytes);
-        part.into()
+        let bytes = region.elements() * item_bytes;
+        aligned(bytes, |padded| {
+            let start = padded.len();
+            padded.resize(start + bytes, 0);
+            let part = &mut padded[start..];
+            copy_region(&self.data, &whole, part, region, region, item_bytes);
+        })
     }
 }
 
@@ -146,15 +150,20 @@ impl fmt::Debug for HostArray {
 
 impl Leaf for HostArray {}
 
-/// Copies bytes to memory that starts at a multiple of [`ALIGNMENT`], as a part of a longer vector.
-/// The part is never the whole vector: a kernel could update a whole vector in place, so that
-/// updates would depend on its address.
+/// Copies bytes to memory that starts at a multiple of [`ALIGNMENT`].
 fn aligned_copy(bytes: &[u8]) -> SharedBuffer {
-    let mut padded = Vec::with_capacity(bytes.len() + ALIGNMENT);
+    aligned(bytes.len(), |padded| padded.extend_from_slice(bytes))
+}
+
+/// Returns `bytes` bytes of memory that starts at a multiple of [`ALIGNMENT`], as a part of a
+/// longer vector, to which `write` appends them. The part is never the whole vector: a kernel could
+/// update a whole vector in place, so that updates would depend on its address.
+fn aligned(bytes: usize, write: impl FnOnce(&mut Vec<u8>)) -> SharedBuffer {
+    let mut padded = Vec::with_capacity(bytes + ALIGNMENT);
     let padding = ALIGNMENT - padded.as_ptr() as usize % ALIGNMENT;
     padded.resize(padding, 0);
-    padded.extend_from_slice(bytes);
-    SharedBuffer::from(padded).slice(padding..padding + bytes.len())
+    write(&mut padded);
+    SharedBuffer::from(padded).slice(padding..padding + bytes)
 }
 
 #[cfg(test)]
@@ -172,6 +181,9 @@ mod tests {
             let array = HostArray::from_slice(&[n, 1], &values).unwrap();
             assert_eq!(array.as_slice::<Complex<f64>>().unwrap(), values);
             assert_eq!(array.bytes().as_ptr() as usize % ALIGNMENT, 0);
+            let part = array.part(&Region::new(vec![n / 3..n, 0..1]));
+            assert_eq!(part.as_ptr() as usize % ALIGNMENT, 0);
+            assert_eq!(*part, *bytemuck::cast_slice::<_, u8>(&values[n / 3..]));
         }
         let halves = HostArray::from_slice(&[2], &[bf16::ONE, bf16::NEG_ONE]).unwrap();
         assert_eq!(halves.to_vec::<bf16>().unwrap(), [bf16::ONE, bf16::NEG_ONE]);
