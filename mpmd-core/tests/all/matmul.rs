@@ -113,6 +113,29 @@ fn arrays_that_are_divided_alike_give_the_same_values() {
 }
 
 #[test]
+fn host_values_beside_partial_sums_are_divided_as_they_are() {
+    let _limit = watchdog(60);
+    let mut p = Program::builder().devices(4).alone().unwrap();
+    let mesh = p.mesh(&[("x", 2), ("y", 2)]).unwrap();
+    let host = MpmdArray::from_host(counted(&[4, 4]));
+    let a = p.device_put(&host, mesh.sharding(spec!["y", "x"])).unwrap();
+    let b = p.device_put(&host, mesh.sharding(spec!["x"])).unwrap();
+    let sums = mesh.sharding(spec!["y"]).unreduced(&["x"]).unwrap();
+    let product = p.jit(matmul()).on(&mesh).outputs(&sums).build().unwrap();
+    let product = product.call(&mut p, (a, b)).unwrap();
+
+    let scale = p.jit(elementwise(|x: f32, y: f32| x * y)).on(&mesh);
+    let scale = scale.inputs(&sums).outputs(&sums).build().unwrap();
+    let y = scale.call(&mut p, (product, host)).unwrap();
+    let y = p.device_put(&y, mesh.replicated()).unwrap().to_host();
+    let whole = run_here(matmul(), &(counted(&[4, 4]), counted(&[4, 4]))).unwrap();
+    let scaled = values::<f32>(&whole).into_iter().zip(0..);
+    let expected: Vec<f32> = scaled.map(|(x, i)| x * i as f32).collect();
+    assert_eq!(values::<f32>(&y.unwrap().unwrap()), expected);
+    p.finish().unwrap();
+}
+
+#[test]
 fn dimensions_that_are_divided_in_different_ways_are_refused_at_issue() {
     let _limit = watchdog(60);
     let both = || (counted(&[4, 4]), counted(&[4, 4]));

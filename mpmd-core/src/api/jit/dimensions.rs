@@ -8,8 +8,6 @@ use mpmd_layout::sharding::{DeviceParts, DimensionMisfit, Layout, Sharding};
 /// Compares the inputs and outputs on each device by the kernel's rule. Returns the part that each
 /// device computes with, or `None` if the kernel has no rule.
 ///
-/// Passes over a call on partial sums: they are declared, so the program adds them later.
-///
 /// # Errors
 ///
 /// If an input or output is divided in another way than the rule says.
@@ -22,9 +20,6 @@ pub(super) fn check_dimensions(
         return Ok(None);
     };
     let inputs: Vec<Option<&Layout>> = leaves.iter().map(|leaf| layout(leaf)).collect();
-    if inputs.iter().flatten().any(|layout| layout.terms() > 1) {
-        return Ok(None);
-    }
 
     let results: Vec<&Layout> = outputs.iter().map(|output| &*output.layout).collect();
     let operand_shapes: Vec<&[usize]> = leaves.iter().map(|leaf| leaf.shape()).collect();
@@ -37,8 +32,7 @@ pub(super) fn check_dimensions(
     bound.check(&inputs, &results).map(Some).map_err(misfit)
 }
 
-/// Returns the layout of an array. `None` for host values, of which each device takes what it
-/// needs.
+/// Returns the layout of an array. `None` for host values, of which each device takes its part.
 fn layout(leaf: &MpmdArray) -> Option<&Layout> {
     leaf.made().map(|made| &*made.layout)
 }

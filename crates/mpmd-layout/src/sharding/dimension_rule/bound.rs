@@ -1,4 +1,4 @@
-//! A rule applied to shapes, and the comparison of what devices hold.
+//! A rule applied to shapes, and the comparison of the regions of devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -132,12 +132,6 @@ pub enum DimensionMisfit {
         device: DeviceId,
         /// The device's parts of both.
         found: [Range<usize>; 2],
-    },
-    /// An operand consists of summands on several devices.
-    #[error("input {operand} is unreduced: each device has only a summand of it")]
-    Unreduced {
-        /// Index of the operand.
-        operand: usize,
     },
     /// The devices compute another number of summands of a result than its sharding has.
     #[error(
@@ -316,10 +310,11 @@ impl<'a> Binder<'a> {
 impl BoundRule {
     /// Compares the parts of all arrays on each device, and returns the part that each device
     /// computes with. An operand without a layout is on every device as a whole, and each device
-    /// takes of it what it needs.
+    /// takes its part.
     ///
     /// All results are on the same devices. Operands may be on more devices. All arrays have the
-    /// shapes for which the rule was bound.
+    /// shapes for which the rule was bound. If an operand consists of summands, those of the
+    /// results are not compared: only the computation knows whether it is linear.
     ///
     /// # Errors
     ///
@@ -330,12 +325,6 @@ impl BoundRule {
         operands: &[Option<&Layout>],
         results: &[&Layout],
     ) -> Result<DeviceParts, DimensionMisfit> {
-        let is_unreduced =
-            |layout: &Option<&Layout>| layout.is_some_and(|layout| layout.terms() > 1);
-        if let Some(operand) = operands.iter().position(is_unreduced) {
-            return Err(DimensionMisfit::Unreduced { operand });
-        }
-
         let outputs = results.iter().copied();
         let mut placed = outputs.chain(operands.iter().copied().flatten());
         let devices = placed.next().map_or(&[][..], Layout::devices);
@@ -343,8 +332,16 @@ impl BoundRule {
             .iter()
             .map(|device| self.parts(*device, operands, results))
             .collect::<Result<Vec<_>, _>>()?;
-        for (result, layout) in results.iter().enumerate() {
-            self.check_summands(result, layout, devices, &parts)?;
+        let is_reduced = |layout: &&Layout| layout.terms() == 1;
+        if operands
+            .iter()
+            .copied()
+            .flatten()
+            .all(|layout| is_reduced(&layout))
+        {
+            for (result, layout) in results.iter().enumerate() {
+                self.check_summands(result, layout, devices, &parts)?;
+            }
         }
         let operands = self.operands.clone();
         Ok(DeviceParts {
@@ -540,9 +537,13 @@ mod tests {
             text(on(spec![]), on(spec![]), twice.clone()),
             "output 0 has 1 summands, one for each part of `k`, but its sharding is for 2"
         );
+        // The summands of results are not compared then.
+        assert_eq!(product(twice.clone(), on(spec![]), twice.clone()), Ok(()));
+        assert_eq!(product(twice.clone(), on(spec![]), on(spec![])), Ok(()));
         assert_eq!(
-            text(twice, on(spec![]), on(spec![])),
-            "input 0 is unreduced: each device has only a summand of it"
+            text(twice, on(spec!["x"]), on(spec![])),
+            "dimension 1 of input 0 and dimension 0 of input 1 are divided in different ways: \
+             device 0 has 0..4 of the one and 0..2 of the other"
         );
     }
 

@@ -1,8 +1,8 @@
-//! How the dimensions of a computation's operands and results belong together.
+//! Rules of the dimensions of a computation's operands and results: those of one name have one size
+//! and are divided alike.
 //!
-//! A rule is a text: `"b k, k n -> b n"` is that of a matrix product. Dimensions of one name have
-//! one size, and are divided alike. From there on all is shapes and regions: [`BoundRule::check`]
-//! compares what each device holds, so that it works for any sharding.
+//! A rule is a text: `"b k, k n -> b n"` is that of a matrix product. [`BoundRule::check`] compares
+//! the region of each device, so it works for any sharding.
 
 mod bound;
 mod text;
@@ -12,7 +12,7 @@ pub use text::DimensionRuleError;
 
 use std::fmt;
 
-/// How the dimensions of a computation's operands and results belong together.
+/// The rule by which the dimensions of a computation's operands and results belong together.
 ///
 /// The text lists the dimensions of each operand, `->`, and those of each result. Arrays are
 /// separated by commas, dimensions by blanks:
