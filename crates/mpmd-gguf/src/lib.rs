@@ -44,6 +44,7 @@ mod metadata;
 mod parts;
 mod region;
 mod tensor;
+mod value_type;
 mod values;
 mod writer;
 

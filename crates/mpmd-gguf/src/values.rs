@@ -1,5 +1,7 @@
 //! Values of metadata: numbers, texts and arrays.
 
+use crate::value_type::ValueType;
+
 /// A value of metadata, of one of the format's 13 types.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -104,38 +106,26 @@ impl MetadataValue {
     /// Returns the name of the value's type, such as `"u32"` or `"array of text"`.
     pub fn type_name(&self) -> &'static str {
         match self {
-            Self::U8(_) => "u8",
-            Self::I8(_) => "i8",
-            Self::U16(_) => "u16",
-            Self::I16(_) => "i16",
-            Self::U32(_) => "u32",
-            Self::I32(_) => "i32",
-            Self::U64(_) => "u64",
-            Self::I64(_) => "i64",
-            Self::F32(_) => "f32",
-            Self::F64(_) => "f64",
-            Self::Bool(_) => "bool",
-            Self::Text(_) => "text",
             Self::Array(array) => array.type_name(),
+            other => other.value_type().name(),
         }
     }
 
-    /// Returns the number of the value's type in files.
-    pub(crate) fn type_id(&self) -> u32 {
+    pub(crate) fn value_type(&self) -> ValueType {
         match self {
-            Self::U8(_) => 0,
-            Self::I8(_) => 1,
-            Self::U16(_) => 2,
-            Self::I16(_) => 3,
-            Self::U32(_) => 4,
-            Self::I32(_) => 5,
-            Self::U64(_) => 10,
-            Self::I64(_) => 11,
-            Self::F32(_) => 6,
-            Self::F64(_) => 12,
-            Self::Bool(_) => 7,
-            Self::Text(_) => 8,
-            Self::Array(_) => 9,
+            Self::U8(_) => ValueType::U8,
+            Self::I8(_) => ValueType::I8,
+            Self::U16(_) => ValueType::U16,
+            Self::I16(_) => ValueType::I16,
+            Self::U32(_) => ValueType::U32,
+            Self::I32(_) => ValueType::I32,
+            Self::U64(_) => ValueType::U64,
+            Self::I64(_) => ValueType::I64,
+            Self::F32(_) => ValueType::F32,
+            Self::F64(_) => ValueType::F64,
+            Self::Bool(_) => ValueType::Bool,
+            Self::Text(_) => ValueType::Text,
+            Self::Array(_) => ValueType::Array,
         }
     }
 
@@ -182,39 +172,24 @@ impl MetadataArray {
 
     /// Returns the name of the array's type, such as `"array of f32"`.
     pub fn type_name(&self) -> &'static str {
-        match self {
-            Self::U8(_) => "array of u8",
-            Self::I8(_) => "array of i8",
-            Self::U16(_) => "array of u16",
-            Self::I16(_) => "array of i16",
-            Self::U32(_) => "array of u32",
-            Self::I32(_) => "array of i32",
-            Self::U64(_) => "array of u64",
-            Self::I64(_) => "array of i64",
-            Self::F32(_) => "array of f32",
-            Self::F64(_) => "array of f64",
-            Self::Bool(_) => "array of bool",
-            Self::Text(_) => "array of text",
-            Self::Array(_) => "array of arrays",
-        }
+        self.element_type().array_name()
     }
 
-    /// Returns the number of the elements' type in files.
-    pub(crate) fn element_type_id(&self) -> u32 {
+    pub(crate) fn element_type(&self) -> ValueType {
         match self {
-            Self::U8(_) => 0,
-            Self::I8(_) => 1,
-            Self::U16(_) => 2,
-            Self::I16(_) => 3,
-            Self::U32(_) => 4,
-            Self::I32(_) => 5,
-            Self::U64(_) => 10,
-            Self::I64(_) => 11,
-            Self::F32(_) => 6,
-            Self::F64(_) => 12,
-            Self::Bool(_) => 7,
-            Self::Text(_) => 8,
-            Self::Array(_) => 9,
+            Self::U8(_) => ValueType::U8,
+            Self::I8(_) => ValueType::I8,
+            Self::U16(_) => ValueType::U16,
+            Self::I16(_) => ValueType::I16,
+            Self::U32(_) => ValueType::U32,
+            Self::I32(_) => ValueType::I32,
+            Self::U64(_) => ValueType::U64,
+            Self::I64(_) => ValueType::I64,
+            Self::F32(_) => ValueType::F32,
+            Self::F64(_) => ValueType::F64,
+            Self::Bool(_) => ValueType::Bool,
+            Self::Text(_) => ValueType::Text,
+            Self::Array(_) => ValueType::Array,
         }
     }
 

@@ -46,7 +46,7 @@ fn put_text(header: &mut Vec<u8>, text: &str) {
 
 /// Writes the number of the value's type, and the value.
 fn put_value(header: &mut Vec<u8>, value: &MetadataValue) {
-    header.extend_from_slice(&value.type_id().to_le_bytes());
+    header.extend_from_slice(&value.value_type().id().to_le_bytes());
     match value {
         MetadataValue::U8(value) => header.extend_from_slice(&value.to_le_bytes()),
         MetadataValue::I8(value) => header.extend_from_slice(&value.to_le_bytes()),
@@ -66,7 +66,7 @@ fn put_value(header: &mut Vec<u8>, value: &MetadataValue) {
 
 /// Writes the number of the elements' type, the number of elements, and the elements.
 fn put_array(header: &mut Vec<u8>, array: &MetadataArray) {
-    header.extend_from_slice(&array.element_type_id().to_le_bytes());
+    header.extend_from_slice(&array.element_type().id().to_le_bytes());
     header.extend_from_slice(&(array.len() as u64).to_le_bytes());
     match array {
         MetadataArray::U8(values) => header.extend_from_slice(values),

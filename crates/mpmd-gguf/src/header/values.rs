@@ -7,6 +7,7 @@ use std::io::Read;
 use super::input::{HeaderError, HeaderInput};
 use crate::error::GgufFlaw;
 use crate::limits::{MAX_ARRAY_DEPTH, MAX_INNER_ARRAYS, MAX_KEY_BYTES};
+use crate::value_type::ValueType;
 use crate::values::{MetadataArray, MetadataValue, TextArray};
 
 /// Bytes before the elements of an array: their type and number.
@@ -15,9 +16,6 @@ pub(super) const ARRAY_BYTES: u64 = 4 + 8;
 pub(super) const LENGTH_BYTES: u64 = 8;
 /// Bytes of the shortest key with its value.
 pub(super) const LEAST_ENTRY_BYTES: u64 = LENGTH_BYTES + 1 + 4 + 1;
-
-/// Type number of arrays.
-const ARRAY: u32 = 9;
 
 /// Reads `count` keys with their values.
 pub(super) fn read_values<R: Read>(
@@ -66,27 +64,26 @@ impl<R: Read> ValueReader<'_, R> {
     fn read_value(&mut self) -> Result<MetadataValue, HeaderError> {
         let place = format_args!("metadata {:?}", self.key);
         let id = self.input.u32(&place)?;
-        Ok(match id {
-            0 => MetadataValue::U8(u8::from_le_bytes(self.input.fixed(&place)?)),
-            1 => MetadataValue::I8(i8::from_le_bytes(self.input.fixed(&place)?)),
-            2 => MetadataValue::U16(u16::from_le_bytes(self.input.fixed(&place)?)),
-            3 => MetadataValue::I16(i16::from_le_bytes(self.input.fixed(&place)?)),
-            4 => MetadataValue::U32(self.input.u32(&place)?),
-            5 => MetadataValue::I32(i32::from_le_bytes(self.input.fixed(&place)?)),
-            6 => MetadataValue::F32(f32::from_le_bytes(self.input.fixed(&place)?)),
-            7 => {
+        Ok(match self.value_type(id)? {
+            ValueType::U8 => MetadataValue::U8(u8::from_le_bytes(self.input.fixed(&place)?)),
+            ValueType::I8 => MetadataValue::I8(i8::from_le_bytes(self.input.fixed(&place)?)),
+            ValueType::U16 => MetadataValue::U16(u16::from_le_bytes(self.input.fixed(&place)?)),
+            ValueType::I16 => MetadataValue::I16(i16::from_le_bytes(self.input.fixed(&place)?)),
+            ValueType::U32 => MetadataValue::U32(self.input.u32(&place)?),
+            ValueType::I32 => MetadataValue::I32(i32::from_le_bytes(self.input.fixed(&place)?)),
+            ValueType::F32 => MetadataValue::F32(f32::from_le_bytes(self.input.fixed(&place)?)),
+            ValueType::Bool => {
                 let [byte] = self.input.fixed(&place)?;
                 MetadataValue::Bool(self.read_bool(byte)?)
             }
-            8 => {
+            ValueType::Text => {
                 let text = self.input.text(&mut self.text, u64::MAX, &place)?;
                 MetadataValue::Text(text.to_owned())
             }
-            ARRAY => MetadataValue::Array(self.read_array(1)?),
-            10 => MetadataValue::U64(self.input.u64(&place)?),
-            11 => MetadataValue::I64(i64::from_le_bytes(self.input.fixed(&place)?)),
-            12 => MetadataValue::F64(f64::from_le_bytes(self.input.fixed(&place)?)),
-            _ => return Err(self.unknown_type(id)),
+            ValueType::Array => MetadataValue::Array(self.read_array(1)?),
+            ValueType::U64 => MetadataValue::U64(self.input.u64(&place)?),
+            ValueType::I64 => MetadataValue::I64(i64::from_le_bytes(self.input.fixed(&place)?)),
+            ValueType::F64 => MetadataValue::F64(f64::from_le_bytes(self.input.fixed(&place)?)),
         })
     }
 
@@ -95,25 +92,44 @@ impl<R: Read> ValueReader<'_, R> {
         let place = format_args!("metadata {:?}", self.key);
         let id = self.input.u32(&place)?;
         let count = self.input.u64(&place)?;
-        Ok(match id {
-            0 => MetadataArray::U8(self.input.numbers(count, u8::from_le_bytes, &place)?),
-            1 => MetadataArray::I8(self.input.numbers(count, i8::from_le_bytes, &place)?),
-            2 => MetadataArray::U16(self.input.numbers(count, u16::from_le_bytes, &place)?),
-            3 => MetadataArray::I16(self.input.numbers(count, i16::from_le_bytes, &place)?),
-            4 => MetadataArray::U32(self.input.numbers(count, u32::from_le_bytes, &place)?),
-            5 => MetadataArray::I32(self.input.numbers(count, i32::from_le_bytes, &place)?),
-            6 => MetadataArray::F32(self.input.numbers(count, f32::from_le_bytes, &place)?),
-            7 => {
+        Ok(match self.value_type(id)? {
+            ValueType::U8 => {
+                MetadataArray::U8(self.input.numbers(count, u8::from_le_bytes, &place)?)
+            }
+            ValueType::I8 => {
+                MetadataArray::I8(self.input.numbers(count, i8::from_le_bytes, &place)?)
+            }
+            ValueType::U16 => {
+                MetadataArray::U16(self.input.numbers(count, u16::from_le_bytes, &place)?)
+            }
+            ValueType::I16 => {
+                MetadataArray::I16(self.input.numbers(count, i16::from_le_bytes, &place)?)
+            }
+            ValueType::U32 => {
+                MetadataArray::U32(self.input.numbers(count, u32::from_le_bytes, &place)?)
+            }
+            ValueType::I32 => {
+                MetadataArray::I32(self.input.numbers(count, i32::from_le_bytes, &place)?)
+            }
+            ValueType::F32 => {
+                MetadataArray::F32(self.input.numbers(count, f32::from_le_bytes, &place)?)
+            }
+            ValueType::Bool => {
                 let bytes = self.input.numbers(count, u8::from_le_bytes, &place)?;
                 let bools = bytes.into_iter().map(|byte| self.read_bool(byte));
                 MetadataArray::Bool(bools.collect::<Result<_, _>>()?)
             }
-            8 => MetadataArray::Text(self.read_texts(count)?),
-            ARRAY => MetadataArray::Array(self.read_inner_arrays(count, depth)?),
-            10 => MetadataArray::U64(self.input.numbers(count, u64::from_le_bytes, &place)?),
-            11 => MetadataArray::I64(self.input.numbers(count, i64::from_le_bytes, &place)?),
-            12 => MetadataArray::F64(self.input.numbers(count, f64::from_le_bytes, &place)?),
-            _ => return Err(self.unknown_type(id)),
+            ValueType::Text => MetadataArray::Text(self.read_texts(count)?),
+            ValueType::Array => MetadataArray::Array(self.read_inner_arrays(count, depth)?),
+            ValueType::U64 => {
+                MetadataArray::U64(self.input.numbers(count, u64::from_le_bytes, &place)?)
+            }
+            ValueType::I64 => {
+                MetadataArray::I64(self.input.numbers(count, i64::from_le_bytes, &place)?)
+            }
+            ValueType::F64 => {
+                MetadataArray::F64(self.input.numbers(count, f64::from_le_bytes, &place)?)
+            }
         })
     }
 
@@ -162,8 +178,10 @@ impl<R: Read> ValueReader<'_, R> {
         }
     }
 
-    fn unknown_type(&self, id: u32) -> HeaderError {
-        let key = self.key.clone();
-        GgufFlaw::ValueType { key, id }.into()
+    fn value_type(&self, id: u32) -> Result<ValueType, GgufFlaw> {
+        ValueType::of(id).ok_or_else(|| GgufFlaw::ValueType {
+            key: self.key.clone(),
+            id,
+        })
     }
 }
