@@ -4,7 +4,6 @@
 //! `make_gguf.py` makes the files again, by llama.cpp's converter.
 
 use std::fs;
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
@@ -16,6 +15,7 @@ use serde_json::{Value, json};
 
 use crate::divided::divided;
 use crate::folders::{Tensor, change, change_config, copy, expected, simulate};
+use crate::gguf_change::blocks_of;
 
 /// Number of tokens that are generated.
 const TOKENS: usize = 24;
@@ -284,13 +284,7 @@ fn split(to: &Path, file: &str, count: u16) -> Vec<PathBuf> {
         let path = to.join(format!("model-{:05}-of-{count:05}.gguf", part + 1));
         let mut writer = header.write(fs::File::create(&path).unwrap()).unwrap();
         for tensor in own() {
-            let place = from.tensor_bytes(tensor.name()).unwrap();
-            let mut blocks = vec![0; tensor.bytes() as usize];
-            place
-                .file
-                .read_exact_at(&mut blocks, place.range.start)
-                .unwrap();
-            writer.write(&blocks).unwrap();
+            writer.write(&blocks_of(&from, tensor)).unwrap();
         }
         writer.finish().unwrap();
         path

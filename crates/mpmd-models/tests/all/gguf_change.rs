@@ -1,9 +1,8 @@
 //! Changed copies of GGUF files.
 
 use std::fs;
-use std::os::unix::fs::FileExt as _;
 
-use mpmd_gguf::{BlockType, GgufFile, GgufWriter, MetadataValue};
+use mpmd_gguf::{BlockType, GgufFile, GgufWriter, MetadataValue, TensorInfo};
 
 use crate::gguf::path;
 
@@ -56,13 +55,7 @@ pub(crate) fn changed(file: &str, change: &Change<'_>) -> tempfile::NamedTempFil
     let mut bytes = Vec::new();
     let mut writer = header.write(&mut bytes).unwrap();
     for tensor in &kept {
-        let place = from.tensor_bytes(tensor.name()).unwrap();
-        let mut blocks = vec![0; tensor.bytes() as usize];
-        place
-            .file
-            .read_exact_at(&mut blocks, place.range.start)
-            .unwrap();
-        writer.write(&blocks).unwrap();
+        writer.write(&blocks_of(&from, tensor)).unwrap();
     }
     for (_, shape) in &change.with {
         let ones = vec![1.0f32; shape.iter().product()];
@@ -73,6 +66,14 @@ pub(crate) fn changed(file: &str, change: &Change<'_>) -> tempfile::NamedTempFil
     let to = tempfile::Builder::new().suffix(".gguf").tempfile().unwrap();
     fs::write(to.path(), bytes).unwrap();
     to
+}
+
+/// Returns all blocks of a tensor.
+pub(crate) fn blocks_of(file: &GgufFile, tensor: &TensorInfo) -> Vec<u8> {
+    let mut blocks = vec![0; tensor.bytes() as usize];
+    file.read_blocks(tensor.name(), 0..tensor.bytes(), &mut blocks)
+        .unwrap();
+    blocks
 }
 
 pub(crate) fn key<'a>(name: &'a str, value: impl Into<MetadataValue>) -> Change<'a> {

@@ -1,11 +1,12 @@
-//! What is unknown or wrong in GGUF files is refused by name. The guide's page says what is known.
+//! Unknown and wrong parts of GGUF files are refused by name. The guide's page lists the known
+//! ones.
 
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
-use mpmd_gguf::{BlockType, GgufFile, MetadataArray};
+use mpmd_gguf::{BlockType, GgufFile, MetadataArray, MetadataValue};
 use mpmd_models::{Folder, Sampling, Stages};
 
 use crate::folders::simulate;
@@ -190,6 +191,23 @@ fn lying_tensors_are_refused_by_name() {
         refusal("mistral-f32", &key("llama.attention.head_count", 4u32)),
         "blk.0.attn_output.weight: expected 20 x 40 elements, found 20 x 30"
     );
+}
+
+#[test]
+fn heads_of_one_element_are_refused() {
+    let key_of = |name: &'static str| (name, Some(MetadataValue::U32(1)));
+    let narrow = Change {
+        keys: [
+            "llama.attention.key_length",
+            "llama.attention.value_length",
+            "llama.rope.dimension_count",
+        ]
+        .map(key_of)
+        .to_vec(),
+        ..Change::default()
+    };
+    let said = refusal("mistral-f32", &narrow);
+    assert!(said.contains("head"), "{said}");
 }
 
 #[test]

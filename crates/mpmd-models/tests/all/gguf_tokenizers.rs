@@ -108,7 +108,16 @@ fn tokens_of_pieces_are_their_text_again() {
 #[test]
 fn wrong_vocabularies_are_refused_by_key() {
     let twice: TextArray = (0..320).map(|at| format!("t{}", at % 319)).collect();
+    let long = (0..320).map(|at| match at {
+        260 => "a".repeat(1025),
+        _ => format!("t{at}"),
+    });
+    let long: TextArray = long.collect();
     for (change, right) in [
+        (
+            key("tokenizer.ggml.tokens", long),
+            "tokenizer.ggml.tokens: expected pieces of at most 1024 bytes, found 1025",
+        ),
         (
             key("tokenizer.ggml.tokens", twice),
             "tokenizer.ggml.tokens: expected different texts, found \"t0\" at 0 and at 319",

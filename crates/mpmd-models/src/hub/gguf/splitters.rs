@@ -12,7 +12,7 @@ pub(crate) struct Splitter {
     is_gpt2: bool,
     /// True if a text takes the normal form C of Unicode first.
     is_normal: bool,
-    /// True if a piece that is a token stays whole, whatever the merges are.
+    /// True if a piece that is a token stays whole, also against the merges.
     pub(super) keeps_tokens: bool,
     /// True if texts begin with the token BOS, unless the file says otherwise.
     pub(super) begins: bool,

@@ -15,7 +15,7 @@ use crate::hub::folder::Folder;
 use crate::hub::stored_tensor::ValueOrigin;
 
 /// A file, the folder that it was made from, and keys of the folder's config that files cannot
-/// have, with what they have in their place.
+/// have, with the values that replace them.
 struct Made {
     file: &'static str,
     folder: &'static str,

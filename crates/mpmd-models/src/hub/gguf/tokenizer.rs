@@ -12,6 +12,9 @@ use super::vocabulary::{TokenKind, Vocabulary};
 
 /// The character that stands for a blank in tokens of SentencePiece.
 const BLANK: &str = "\u{2581}";
+/// Largest size of a piece in bytes. All pairs of its parts are looked up, and known vocabularies
+/// have pieces of up to about a hundred bytes.
+const LONGEST_PIECE: usize = 1024;
 /// The names of tokens that end a reply or a text. Files have a key for one of them only, as often
 /// as not for another than templates write.
 const ENDS: [&str; 12] = [
@@ -124,7 +127,7 @@ fn byte_pairs(keys: &MetadataKeys<'_>) -> Result<TokenizerFiles> {
         },
         "model": {
             "type": "BPE",
-            "vocab": vocabulary.numbers,
+            "vocab": vocabulary.to_json(),
             "merges": merges,
             "ignore_merges": splitter.keeps_tokens,
         },
@@ -140,6 +143,13 @@ fn pieces(keys: &MetadataKeys<'_>) -> Result<TokenizerFiles> {
         return Err(keys.unexpected("pre", "\"default\"", format!("{name:?}")));
     }
     let vocabulary = Vocabulary::of(keys)?;
+    if let Some(length) = vocabulary
+        .longest_piece()
+        .filter(|length| *length > LONGEST_PIECE)
+    {
+        let expected = format!("pieces of at most {LONGEST_PIECE} bytes");
+        return Err(keys.unexpected("tokens", expected, length));
+    }
     let scores = keys.numbers("scores")?.unwrap_or_default();
     if scores.len() != vocabulary.texts.len() {
         let expected = format!("{} numbers, one for each token", vocabulary.texts.len());
@@ -181,7 +191,7 @@ fn pieces(keys: &MetadataKeys<'_>) -> Result<TokenizerFiles> {
             "unk_token": unknown,
             "fuse_unk": true,
             "byte_fallback": true,
-            "vocab": vocabulary.numbers,
+            "vocab": vocabulary.to_json(),
             "merges": merges_of(&vocabulary, &scores),
         },
     });
@@ -191,7 +201,7 @@ fn pieces(keys: &MetadataKeys<'_>) -> Result<TokenizerFiles> {
 /// Returns the merges that join pieces in the order of the scores: all pairs of tokens whose joined
 /// text is a token.
 fn merges_of(vocabulary: &Vocabulary<'_>, scores: &[f64]) -> Vec<Value> {
-    let is_piece = |number: usize| vocabulary.kinds[number] == TokenKind::Normal;
+    let is_piece = |number: usize| vocabulary.is_piece(number);
     let mut merges = Vec::new();
     for (number, text) in vocabulary.texts.iter().enumerate() {
         if !is_piece(number) {

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::collections::HashMap;
 
 use mpmd::Result;
+use serde_json::Value;
 
 use super::keys::MetadataKeys;
 
@@ -65,6 +66,26 @@ impl<'a> Vocabulary<'a> {
             texts,
             numbers,
         })
+    }
+
+    /// True if the token is a piece: texts spell it by merges.
+    pub(super) fn is_piece(&self, number: usize) -> bool {
+        self.kinds[number] == TokenKind::Normal
+    }
+
+    /// Returns the size of the longest piece in bytes. `None` if there is no piece.
+    pub(super) fn longest_piece(&self) -> Option<usize> {
+        let pieces = (0..self.texts.len()).filter(|number| self.is_piece(*number));
+        pieces.map(|number| self.texts[number].len()).max()
+    }
+
+    /// Returns the number of each token by its text, as a `tokenizer.json` has them. In the order
+    /// of the numbers, so that all processes have the same bytes.
+    pub(super) fn to_json(&self) -> Value {
+        let texts = self.texts.iter().enumerate();
+        let named = texts.filter(|(_, text)| !text.is_empty());
+        let numbers = named.map(|(number, text)| ((*text).to_owned(), number.into()));
+        Value::Object(numbers.collect())
     }
 
     /// Returns the number of a special token, which the file has under a key. `None` if the file
