@@ -14,6 +14,9 @@ use super::report::{EvaluationReport, StepReport};
 
 /// Largest length of a line that is read to recognise a file of metrics, in bytes.
 const LONGEST_LINE: u64 = 1 << 20;
+/// Number of times that a file is opened to get one that still has its name. Only a file system
+/// whose files have several numbers needs more.
+const MOST_OPENINGS: usize = 16;
 
 /// A file with one line of JSON for each step, evaluation and recovery. A line that cannot be
 /// written is skipped, so that the training continues.
@@ -192,9 +195,8 @@ impl MetricsFile {
 /// Opens the regular file at `path` to append to it, and locks it until it is closed. Creates it if
 /// necessary. Returns an error if another training has locked it.
 fn open_locked(path: &Path) -> Result<File> {
-    loop {
-        let file = File::options().create(true).append(true).open(path);
-        let file = file.map_err(|error| unwritable(path, &error))?;
+    let mut file = open_to_append(path)?;
+    for _ in 0..MOST_OPENINGS {
         match file.try_lock() {
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::Environment(format!(
@@ -204,12 +206,18 @@ fn open_locked(path: &Path) -> Result<File> {
                 )));
             }
             // Some file systems have no locks.
-            Err(TryLockError::Error(_)) => return Ok(file),
-            Ok(()) if is_named(&file, path) => return Ok(file),
+            Err(TryLockError::Error(_)) => break,
+            Ok(()) if is_named(&file, path) => break,
             // Another training has renamed it meanwhile.
-            Ok(()) => {}
+            Ok(()) => file = open_to_append(path)?,
         }
     }
+    Ok(file)
+}
+
+fn open_to_append(path: &Path) -> Result<File> {
+    let file = File::options().create(true).append(true).open(path);
+    file.map_err(|error| unwritable(path, &error))
 }
 
 /// Returns true if `path`, links followed, still names the open file `file`.
