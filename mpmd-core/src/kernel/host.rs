@@ -29,7 +29,7 @@ pub trait HostWork: Send + Sync + 'static {
     /// If the inputs' shapes or dtypes do not fit.
     fn infer(&self, x: &Shapes<Self::In>) -> Result<Shapes<Self::Out>>;
 
-    /// Returns how the dimensions of inputs and outputs belong together, as [`Kernel::rule`] does.
+    /// Returns the rule of the dimensions of inputs and outputs, as [`Kernel::rule`] does.
     fn rule(&self) -> Option<DimensionRule> {
         None
     }

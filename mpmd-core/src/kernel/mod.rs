@@ -116,13 +116,13 @@ pub trait Kernel: Send + Sync + 'static {
         y: ViewsMut<'_, Self::Out>,
     ) -> Result<()>;
 
-    /// Returns how the dimensions of inputs and outputs belong together. Leaves of trees count in
-    /// their order.
+    /// Returns the rule by which the dimensions of inputs and outputs belong together, if the
+    /// kernel has one. Leaves of trees count in their order.
     ///
     /// With a rule, a call whose inputs and outputs are divided in other ways is refused when it is
     /// issued, and each device gets the part of a host value that belongs to its parts of the other
-    /// inputs. By default there is no rule: the kernel itself finds what does not fit, and each
-    /// device gets the whole of a host value.
+    /// inputs. By default there is no rule: the kernel itself finds misfits, and each device gets
+    /// the whole of a host value.
     fn rule(&self) -> Option<DimensionRule> {
         None
     }

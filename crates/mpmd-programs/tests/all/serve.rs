@@ -685,8 +685,8 @@ fn without_a_spare_open_requests_fail_with_the_reason() {
 }
 
 /// Opens streamed and whole requests, kills a process of the server's job, and checks that each
-/// request hears of that, and that the server ends with an error. `running` of the requests begin,
-/// and the others wait.
+/// request is told the loss, and that the server ends with an error. `running` of the requests
+/// begin; the others wait.
 fn check_loss_is_told(serving: Serving, process: usize, running: usize) {
     let ask = json!({ "prompt": [5, 17, 3], "max_tokens": -1, "ignore_eos": true });
     let mut streamed = ask.clone();

@@ -208,31 +208,20 @@ type Record = Extension<Arc<RequestRecord>>;
 /// The key of a request. `None` if the server has no keys.
 type RequestKey = Extension<Option<Arc<ClientKey>>>;
 
-async fn completions(
-    shared: Shares,
-    client: Client,
-    record: Record,
-    key: RequestKey,
-    body: Body,
-) -> Answer {
-    reply(shared, client, record, key, body, ReplyForm::Completion).await
+/// The parts of a request beside its body.
+type RequestParts = (Client, Record, RequestKey);
+
+async fn completions(shared: Shares, parts: RequestParts, body: Body) -> Answer {
+    reply(shared, parts, body, ReplyForm::Completion).await
 }
 
-async fn chat(
-    shared: Shares,
-    client: Client,
-    record: Record,
-    key: RequestKey,
-    body: Body,
-) -> Answer {
-    reply(shared, client, record, key, body, ReplyForm::Chat).await
+async fn chat(shared: Shares, parts: RequestParts, body: Body) -> Answer {
+    reply(shared, parts, body, ReplyForm::Chat).await
 }
 
 async fn reply(
     State(shared): Shares,
-    Extension(client): Client,
-    Extension(record): Record,
-    Extension(key): RequestKey,
+    (Extension(client), Extension(record), Extension(key)): RequestParts,
     body: Body,
     form: ReplyForm,
 ) -> Answer {

@@ -62,7 +62,7 @@ pub struct JitBuilder<K> {
     settings: JitSettings,
 }
 
-/// What a [`JitBuilder`] knows beside its kernel.
+/// The settings of a [`JitBuilder`], without its kernel.
 struct JitSettings {
     program: Weak<Runtime>,
     mesh: Option<Mesh>,

@@ -1,5 +1,5 @@
-//! What a call has prepared on this process's devices before its jobs are queued, in lists that the
-//! next call reuses.
+//! The output buffers and jobs of a call before they are queued, in lists that the next call
+//! reuses.
 
 use crate::exec::array::MpmdArray;
 use crate::exec::{AsyncBuffers, Job, Runtime};

@@ -1,4 +1,4 @@
-//! A kernel with what its calls are checked against: the mesh, shardings and donations.
+//! A kernel with the mesh, shardings and donations that its calls are checked against.
 
 use std::sync::Arc;
 
