@@ -290,7 +290,7 @@ impl<'a> Context<'a> {
                 Some(pair) if pair.0 == pair.1 => stream.copy(from, to)?,
                 Some(_) => {}
                 // All-zero bytes are the zero of every dtype.
-                None => stream.fill(to, [0; 4], 1)?,
+                None => stream.fill(to, &[0])?,
             },
             CollectiveKind::AllToAll => {
                 let bytes = joint.elements / joint.ranks * joint.dtype.size();

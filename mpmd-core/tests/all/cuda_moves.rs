@@ -9,6 +9,7 @@ use crate::common::arrays::check;
 use crate::common::chains::chain;
 use crate::common::cuda::{CPU, CUDA};
 use crate::common::watchdog;
+use crate::partial_sums::signs_survive;
 use crate::spans::Log;
 use half::{bf16, f16};
 use mpmd_core::Simulation;
@@ -360,6 +361,15 @@ fn partial_sums_have_cpu_bits_in_any_arrival_order() {
     }
     // The devices add, if there is a kernel for it.
     assert!(softcuda::calls("cuLaunchKernel").is_none_or(|launches| launches > 0));
+}
+
+#[test]
+fn signs_of_zeros_survive_partial_sums_on_devices() {
+    if softcuda::again!("SOFTCUDA_PACE" = "seed:5", "SOFTCUDA_RACES" = "abort") {
+        return;
+    }
+    let _limit = watchdog(60);
+    signs_survive(&mut alone(4)).unwrap();
 }
 
 /// Moves an array between two processes while a copy on a device fails. Returns the errors of both

@@ -6,11 +6,12 @@ use std::time::Duration;
 use super::simulations::simulation;
 use crate::common::kernels::{fun, like_first};
 use crate::common::watchdog;
-use half::bf16;
+use half::{bf16, f16};
 use mpmd_core::aval::{DType, Element};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding, Spec};
 use mpmd_core::topology::{DeviceId, Mesh};
+use num_complex::Complex;
 
 /// Returns the term that the device at index `place` of the mesh adds to an element. Sums of the
 /// terms depend on the order of additions.
@@ -281,6 +282,45 @@ fn values_become_one_sum_and_zeros() {
             result.unwrap();
         }
     }
+}
+
+/// `-0.0 + 0.0` is `0.0`: terms without a value must be `-0.0`.
+#[test]
+fn signs_of_zeros_survive_partial_sums() {
+    let _limit = watchdog(60);
+    for result in simulation(2, 4).run(signs_survive) {
+        result.unwrap();
+    }
+}
+
+/// Checks that zeros of both signs survive partial sums over the job's four devices.
+pub(crate) fn signs_survive(p: &mut Program) -> Result<()> {
+    fn check_signs<T: Element>(p: &mut Program, values: &[T]) -> Result<()> {
+        let mesh = p.mesh(&[("x", 4)])?;
+        let host = MpmdArray::from_slice(&[values.len()], values)?;
+        for from in [mesh.replicated(), mesh.sharding(spec!["x"])] {
+            let x = p.device_put(&host, &from)?;
+            let sums = p.device_put(&x, mesh.replicated().unreduced(&["x"])?)?;
+            let y = p.device_put(&sums, &from)?;
+            for (shard, expected) in y.addressable_shards()?.iter().zip(x.addressable_shards()?) {
+                assert_eq!(
+                    shard.data.bytes()[..],
+                    expected.data.bytes()[..],
+                    "{}",
+                    T::DTYPE
+                );
+            }
+        }
+        Ok(())
+    }
+
+    check_signs(p, &[-0.0f32, 0.0, -1.5, 2.0])?;
+    check_signs(p, &[-0.0f64, 0.0, -1.5, 2.0])?;
+    check_signs(p, &[-0.0, 0.0, -1.5, 2.0].map(bf16::from_f32))?;
+    check_signs(p, &[-0.0, 0.0, -1.5, 2.0].map(f16::from_f32))?;
+    let complex = [(-0.0f32, 0.0), (0.0, -0.0), (1.0, -0.0), (-0.0, -0.0)];
+    check_signs(p, &complex.map(|(re, im)| Complex::new(re, im)))?;
+    check_signs(p, &[0i32, -1, 5, 7])
 }
 
 #[test]

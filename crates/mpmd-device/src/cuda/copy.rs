@@ -123,25 +123,22 @@ impl Stream {
         from.add_read(fence);
     }
 
-    /// Issues work that sets all bytes of `to` to zero, after earlier uses of `to`. The buffer is
-    /// in the memory of this stream's device. Does not wait for the device. `then` receives the
-    /// result.
+    /// Issues work that fills `to` with copies of `element`, as [`RawStream::fill`] does, after
+    /// earlier uses of `to`. The buffer is in the memory of this stream's device. Does not wait for
+    /// the device. `then` receives the result.
     ///
     /// # Panics
     ///
     /// If `to` is on the host.
-    pub fn zero(&self, to: &mut OwnedBuffer, then: Then) {
+    pub fn fill(&self, to: &mut OwnedBuffer, element: &[u8], then: Then) {
         let place = to
             .device()
             .expect("a device's memory is set by its own work");
+        // The range is that of the buffer, which is borrowed exclusively. Its earlier uses come
+        // before this work, and the fence added below keeps it.
         let work = |stream: &RawStream| {
-            // SAFETY: the range is that of the buffer, which is borrowed exclusively. Its earlier
-            // uses come before this work, and the fence added below keeps it.
-            let set = unsafe { calls::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
-            let set = set
-                .result()
-                .map_err(|error| cuda("clearing memory of a CUDA device", error));
-            set.map_err(|error| stream.context.fails(error))
+            let filled = stream.fill(place, element);
+            filled.map_err(|error| stream.context.fails(error))
         };
 
         let fence = self.submit(&[to.fences()], work, then);
@@ -591,16 +588,20 @@ mod tests {
     }
 
     #[test]
-    fn cleared_memory_is_zero_and_returns_to_its_pool() {
+    fn filled_memory_returns_to_its_pool() {
         if softcuda::again!("SOFTCUDA_PACE" = "lazy") {
             return;
         }
         let place = CopyEnd::open(0);
-        let mut buffer = place.on_device(&[7; 1000]);
-        let (then, end) = ended();
-        place.gpu.inward().zero(&mut buffer, then);
-        assert_eq!(place.read(&buffer.freeze()), [0; 1000]);
-        assert!(end.recv_timeout(SOON).unwrap().is_ok());
+        let wide: Vec<u8> = (1..=16).collect();
+        for element in [1, 2, 4, 8, 16].map(|width| &wide[..width]) {
+            let mut buffer = place.on_device(&[77; 1008]);
+            let (then, end) = ended();
+            place.gpu.inward().fill(&mut buffer, element, then);
+            let expected: Vec<u8> = element.iter().copied().cycle().take(1008).collect();
+            assert_eq!(place.read(&buffer.freeze()), expected);
+            assert!(end.recv_timeout(SOON).unwrap().is_ok());
+        }
         let buffer = place.on_device(&[7; 1000]).freeze();
         let read = place.read(&buffer);
         drop(buffer);

@@ -89,39 +89,77 @@ impl RawStream {
         self.raw.cast()
     }
 
-    /// Issues work that fills `to` with copies of the first `width` bytes (1, 2 or 4) of `pattern`.
-    /// The address must be a multiple of `width`. Bytes after the last whole copy do not change.
+    /// Issues work that fills `to` with copies of `element`. The length of an element is 1, 2, or a
+    /// multiple of 4 bytes. The address must be a multiple of it. Bytes after the last whole
+    /// element do not change.
     ///
     /// # Errors
     ///
     /// If the driver returns an error.
-    pub fn fill(&self, to: DevicePlace, pattern: [u8; 4], width: usize) -> Result<(), CudaError> {
-        let [first, second, ..] = pattern;
-        let count = to.bytes / width;
-        if count == 0 {
+    pub fn fill(&self, to: DevicePlace, element: &[u8]) -> Result<(), CudaError> {
+        match *element {
+            [byte] => self.set(to, 1, |at, count| {
+                // SAFETY: as `set` says.
+                unsafe { calls::cuMemsetD8Async(at, byte, count, self.raw) }
+            }),
+            [low, high] => self.set(to, 2, |at, count| {
+                let short = u16::from_ne_bytes([low, high]);
+                // SAFETY: as `set` says.
+                unsafe { calls::cuMemsetD16Async(at, short, count, self.raw) }
+            }),
+            [a, b, c, d] => self.set_words(to, [a, b, c, d]),
+            _ => self.fill_wide(to, element),
+        }
+    }
+
+    fn set_words(&self, to: DevicePlace, word: [u8; 4]) -> Result<(), CudaError> {
+        self.set(to, 4, |at, count| {
+            // SAFETY: as `set` says.
+            unsafe { calls::cuMemsetD32Async(at, u32::from_ne_bytes(word), count, self.raw) }
+        })
+    }
+
+    /// Calls one of the driver's memsets with the address of `to`, and the number of elements of
+    /// `width` bytes in it. `to` is memory of the device's that this call may write; the stream is
+    /// alive and its context bound.
+    fn set(
+        &self,
+        to: DevicePlace,
+        width: usize,
+        memset: impl FnOnce(u64, usize) -> calls::CallStatus,
+    ) -> Result<(), CudaError> {
+        match to.bytes / width {
+            0 => Ok(()),
+            count => memset(to.address, count)
+                .result()
+                .map_err(|error| cuda("setting memory of a CUDA device", error)),
+        }
+    }
+
+    /// Fills memory with an element that is too wide for the driver's memset. Sets the words of the
+    /// first element, then issues copies that double the filled part until all is filled.
+    fn fill_wide(&self, to: DevicePlace, element: &[u8]) -> Result<(), CudaError> {
+        const WORD: usize = 4;
+        let bytes = to.bytes - to.bytes % element.len();
+        if bytes == 0 {
             return Ok(());
         }
 
-        // SAFETY: the place is memory of the device's that this call may write; the stream is alive
-        // and its context bound.
-        let set = unsafe {
-            match width {
-                1 => calls::cuMemsetD8Async(to.address, first, count, self.raw),
-                2 => {
-                    let short = u16::from_ne_bytes([first, second]);
-                    calls::cuMemsetD16Async(to.address, short, count, self.raw)
-                }
-                _ => calls::cuMemsetD32Async(
-                    to.address,
-                    u32::from_ne_bytes(pattern),
-                    count,
-                    self.raw,
-                ),
-            }
+        let part = |from: usize, bytes: usize| DevicePlace {
+            address: to.address + from as u64,
+            bytes,
+            ..to
         };
-
-        set.result()
-            .map_err(|error| cuda("setting memory of a CUDA device", error))
+        for (index, word) in element.as_chunks::<WORD>().0.iter().enumerate() {
+            self.set_words(part(index * WORD, WORD), *word)?;
+        }
+        let mut filled = element.len();
+        while filled < bytes {
+            let next = filled.min(bytes - filled);
+            self.copy(part(0, next), part(filled, next))?;
+            filled += next;
+        }
+        Ok(())
     }
 
     /// Issues a copy of `to.bytes` bytes from `from` to `to`, both in the memory of the device.

@@ -80,6 +80,19 @@ impl DType {
         }
     }
 
+    /// Returns the bytes of the number that changes no other number when it is added, down to the
+    /// bits: `-0.0` of floating-point types, 0 of integers. A multiple of them fills an element.
+    ///
+    /// `0.0` would not do: `-0.0 + 0.0` is `0.0`.
+    pub const fn sum_identity(self) -> &'static [u8] {
+        match self {
+            Self::Bf16 | Self::F16 => const { &0x8000u16.to_ne_bytes() },
+            Self::F32 | Self::C64 => const { &(-0.0f32).to_ne_bytes() },
+            Self::F64 | Self::C128 => const { &(-0.0f64).to_ne_bytes() },
+            _ => &[0],
+        }
+    }
+
     /// Returns the short name, such as `f32`.
     pub const fn name(self) -> &'static str {
         match self {
@@ -176,6 +189,41 @@ mod tests {
     fn agrees<E: Element>() {
         assert_eq!(E::DTYPE.size(), size_of::<E>(), "{}", E::DTYPE);
         assert!(align_of::<E>() <= 64, "the alignment of all buffers");
+    }
+
+    fn keeps_bits<E: Element + std::ops::Add<Output = E> + Copy>(values: &[E]) {
+        let identity = E::DTYPE.sum_identity();
+        let bytes: Vec<u8> = identity
+            .iter()
+            .copied()
+            .cycle()
+            .take(size_of::<E>())
+            .collect();
+        let identity = bytemuck::checked::pod_read_unaligned::<E>(&bytes);
+        for value in values {
+            for sum in [*value + identity, identity + *value] {
+                assert_eq!(bytemuck::bytes_of(&sum), bytemuck::bytes_of(value));
+            }
+        }
+    }
+
+    #[test]
+    fn identity_of_sums_changes_no_bit() {
+        keeps_bits(&[
+            0.0f32,
+            -0.0,
+            1.5,
+            -1.5,
+            f32::MIN_POSITIVE / 2.0,
+            f32::INFINITY,
+        ]);
+        keeps_bits(&[0.0f64, -0.0, 1.5, f64::NEG_INFINITY]);
+        keeps_bits(&[bf16::ZERO, bf16::NEG_ZERO, bf16::ONE]);
+        keeps_bits(&[f16::ZERO, f16::NEG_ZERO, f16::ONE]);
+        keeps_bits(&[Complex::new(-0.0f32, 0.0), Complex::new(0.0, -0.0)]);
+        keeps_bits(&[Complex::new(-0.0f64, 0.0), Complex::new(0.0, -0.0)]);
+        keeps_bits(&[0u64, 7, u64::MAX]);
+        keeps_bits(&[0i8, i8::MIN]);
     }
 
     #[test]

@@ -392,7 +392,7 @@ fn fill(
 
         let filled = match fill {
             Fill::Own => Ok(()),
-            Fill::Anything => POISON.map_or(Ok(()), |byte| stream.fill(place, [byte; 4], 1)),
+            Fill::Anything => POISON.map_or(Ok(()), |byte| stream.fill(place, &[byte])),
             Fill::From { input, index } => match input.device() {
                 // On a device both have the output's region.
                 Some(from) => stream.copy(from, place),

@@ -202,7 +202,7 @@ impl<'a> Cuda<'a> {
         let values = values.into();
         self.check_writable(&values, "zeros")?;
         let place = self.place(&values)?;
-        Ok(self.stream.fill(place, [0; 4], 1)?)
+        Ok(self.stream.fill(place, &[0])?)
     }
 
     /// Issues work that sets every element of `values` to `value`.
@@ -224,54 +224,9 @@ impl<'a> Cuda<'a> {
 
         let place = self.place(&values)?;
         let bytes = bytemuck::bytes_of(&value);
-        if let [first, rest @ ..] = bytes
-            && (bytes.len() <= 4 || rest.iter().all(|byte| byte == first))
-        {
-            let mut pattern = [*first; 4];
-            let width = if bytes.len() <= 4 { bytes.len() } else { 1 };
-            pattern[..width].copy_from_slice(&bytes[..width]);
-            return Ok(self.stream.fill(place, pattern, width)?);
-        }
-
-        self.fill_wide(place, bytes)
-    }
-
-    /// Fills memory with an element that is too wide for the driver's memset. Issues a copy of some
-    /// elements from the host, then copies that double the filled part until all is filled.
-    fn fill_wide(&self, place: DevicePlace, element: &[u8]) -> Result<()> {
-        /// The largest number of bytes copied from the host.
-        const FIRST: usize = 4096;
-        let first = place.bytes.min(FIRST);
-        if first == 0 {
-            return Ok(());
-        }
-
-        let mut staged = self.memory.stage(first).map_err(out_of_memory)?;
-        staged
-            .chunks_mut(element.len())
-            .for_each(|chunk| chunk.copy_from_slice(&element[..chunk.len()]));
-        self.stream.upload(&staged, place.address)?;
-        self.memory.hold(staged);
-
-        let mut filled = first;
-        while filled < place.bytes {
-            let next = filled.min(place.bytes - filled);
-            let to = DevicePlace {
-                address: place.address + filled as u64,
-                bytes: next,
-                ..place
-            };
-            self.stream.copy(
-                DevicePlace {
-                    bytes: next,
-                    ..place
-                },
-                to,
-            )?;
-            filled += next;
-        }
-
-        Ok(())
+        let is_one_byte = bytes.iter().all(|byte| *byte == bytes[0]);
+        let element = if is_one_byte { &bytes[..1] } else { bytes };
+        Ok(self.stream.fill(place, element)?)
     }
 
     /// Issues a copy of values from one view or scratch to another on the same device.

@@ -687,8 +687,8 @@ mod tests {
         gpu.compute().submit(
             &[],
             |stream| {
-                stream.fill(source, 2.5_f32.to_ne_bytes(), 4)?;
-                stream.fill(target, [0; 4], 4)?;
+                stream.fill(source, &2.5_f32.to_ne_bytes())?;
+                stream.fill(target, &[0; 4])?;
                 communicator.issue(stream, &joint).unwrap();
                 communicator.until_done("reducing alone", deadline).unwrap();
                 stream.download(target, &mut values)

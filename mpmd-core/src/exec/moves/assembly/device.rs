@@ -314,15 +314,17 @@ impl DeviceAssembly {
         }
     }
 
-    /// Starts to fill the whole shard with zeros. Replaces the copy of the only piece. Fails the
-    /// shard if there is no memory.
-    pub(crate) fn zero(self: &Arc<Self>) {
+    /// Starts to fill the whole shard with copies of `element`. Replaces the copy of the only
+    /// piece. Fails the shard if there is no memory.
+    pub(crate) fn fill_with(self: &Arc<Self>, element: &[u8]) {
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
             let then = move |result: Result<(), _>| {
                 ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
             };
-            self.accelerator.inward().zero(buffer, Box::new(then));
+            self.accelerator
+                .inward()
+                .fill(buffer, element, Box::new(then));
         });
         match failed {
             Ok(()) => self.placed(),

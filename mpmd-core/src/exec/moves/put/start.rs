@@ -110,7 +110,7 @@ impl PutStart<'_> {
                 self.open_on_accelerator(target, accelerator, sum, reservation, resolver)
             }
             (Ok(reservation), None) if target.pieces.is_empty() => {
-                self.zeros(reservation, resolver);
+                self.fill_with_identity(reservation, resolver);
                 None
             }
             (Ok(reservation), None) => {
@@ -174,7 +174,7 @@ impl PutStart<'_> {
     }
 
     /// Creates a shard in an accelerator's memory. Returns its assembly, which is in host memory if
-    /// the host adds partial sums. Returns `None` if the shard is filled with zeros or has failed.
+    /// the host adds partial sums. Returns `None` if the shard gets no pieces or has failed.
     fn open_on_accelerator(
         &self,
         target: &TargetShard,
@@ -211,7 +211,7 @@ impl PutStart<'_> {
         );
 
         if target.pieces.is_empty() {
-            shard.zero();
+            shard.fill_with(plan.what.aval.dtype().sum_identity());
             return None;
         }
         if on_host {
@@ -269,16 +269,19 @@ impl PutStart<'_> {
         Some(Assembly::Host(host))
     }
 
-    /// Queues a fill with zeros for a host shard that gets no pieces.
-    fn zeros(&self, reservation: Reservation, resolver: Resolver) {
+    /// Queues the fill of a host shard that gets no pieces: it is an empty partial sum.
+    fn fill_with_identity(&self, reservation: Reservation, resolver: Resolver) {
         let runtime = self.runtime.clone();
         let guard = self.guard.clone();
+        let elements = self.plan.what.aval.dtype().sum_identity().repeat(64);
         self.runtime.move_data(Box::new(move || {
-            let zeros = reservation.allocate().map(|mut buffer| {
-                buffer.fill(0);
+            let filled = reservation.allocate().map(|mut buffer| {
+                for part in buffer.chunks_mut(elements.len()) {
+                    part.copy_from_slice(&elements[..part.len()]);
+                }
                 buffer.freeze()
             });
-            resolver.keep(zeros.map_err(|error| runtime.out_of_memory(guard.op(), &error)));
+            resolver.keep(filled.map_err(|error| runtime.out_of_memory(guard.op(), &error)));
             drop(guard);
         }));
     }
