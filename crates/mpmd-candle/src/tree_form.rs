@@ -20,7 +20,10 @@ pub(crate) struct TreeForm {
 enum Branches {
     Leaf,
     Absent,
-    Node(Vec<(String, Branches)>),
+    /// The branches of a sequence, in order.
+    Numbered(Vec<Branches>),
+    /// The branches of a struct or map as (name, branches).
+    Named(Vec<(String, Branches)>),
 }
 
 impl TreeForm {
@@ -64,12 +67,14 @@ impl From<&Structure> for Branches {
         match structure {
             Structure::Leaf => Self::Leaf,
             Structure::Absent => Self::Absent,
-            Structure::Node(branches) => Self::Node(
-                branches
-                    .iter()
-                    .map(|(name, branch)| (name.text().into(), branch.into()))
-                    .collect(),
-            ),
+            Structure::Node(branches) if structure.elements(None).is_ok() => {
+                Self::Numbered(branches.iter().map(|(_, branch)| branch.into()).collect())
+            }
+            Structure::Node(branches) => {
+                let named = branches.iter();
+                let named = named.map(|(name, branch)| (name.text().into(), branch.into()));
+                Self::Named(named.collect())
+            }
         }
     }
 }
@@ -79,7 +84,8 @@ impl From<&Branches> for Structure {
         match branches {
             Branches::Leaf => Self::Leaf,
             Branches::Absent => Self::Absent,
-            Branches::Node(branches) => Self::node(
+            Branches::Numbered(branches) => Self::sequence(branches.iter().map(Self::from)),
+            Branches::Named(branches) => Self::node(
                 branches
                     .iter()
                     .map(|(name, branch)| (Name::Key(name.clone()), branch.into())),

@@ -3,8 +3,10 @@
 use std::borrow::Cow;
 use std::fmt;
 
-/// The name of a branch, one step of a [`Path`]. Names are equal if their texts are: field `0` of a
-/// tuple is element 0 of a vector.
+/// The name of a branch, one step of a [`Path`].
+///
+/// A field and a key are equal if their texts are. An index is equal to the same index alone: field
+/// `0` of a tuple is element 0 of a vector, but the key "0" of a map is neither.
 #[derive(Clone, Debug)]
 pub enum Name {
     /// The name of a struct's field.
@@ -19,10 +21,7 @@ impl Name {
     /// True if this is the name of element `index` of a sequence.
     #[inline]
     pub(super) fn is_index(&self, index: usize) -> bool {
-        match self {
-            Self::Index(own) => *own == index,
-            Self::Field(_) | Self::Key(_) => *self == Self::Index(index),
-        }
+        *self == Self::Index(index)
     }
 
     /// True if the name's text is `text`.
@@ -33,6 +32,14 @@ impl Name {
             Self::Field(name) => std::ptr::eq(*name, text) || *name == text,
             Self::Index(_) => self.text() == text,
             Self::Key(key) => key == text,
+        }
+    }
+
+    /// Returns the name for messages beside other names: a key that reads as an index has quotes.
+    pub(super) fn label(&self) -> Cow<'_, str> {
+        match self {
+            Self::Key(key) if key.parse::<usize>().is_ok() => Cow::Owned(format!("{key:?}")),
+            _ => self.text(),
         }
     }
 
@@ -51,9 +58,9 @@ impl PartialEq for Name {
     fn eq(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Index(a), Self::Index(b)) => a == b,
+            (Self::Index(_), _) | (_, Self::Index(_)) => false,
             (_, Self::Field(name)) => self.is(name),
             (_, Self::Key(key)) => self.is(key),
-            (_, Self::Index(_)) => other.is(&self.text()),
         }
     }
 }
@@ -120,8 +127,9 @@ mod tests {
     }
 
     #[test]
-    fn names_are_compared_as_texts() {
-        assert_eq!(Name::Index(0), Name::Key("0".into()));
+    fn fields_and_keys_are_compared_as_texts() {
+        assert_eq!(Name::Field("a"), Name::Key("a".into()));
+        assert_ne!(Name::Index(0), Name::Key("0".into()));
         assert_ne!(Name::Index(0), Name::Index(1));
         assert_ne!(Name::Field("a"), Name::Field("b"));
     }

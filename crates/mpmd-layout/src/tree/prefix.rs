@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Leaf, Path, Structure, Tree, TreeError};
+use super::{Leaf, Name, Path, Structure, Tree, TreeError};
 
 /// The upper part of a tree. Each leaf stands for everything below it: one sharding for all arrays
 /// of a layer, or for all arrays at once.
@@ -14,7 +14,7 @@ pub enum PrefixTree<L> {
     /// One value for every leaf at or below this position in the tree.
     Leaf(L),
     /// Each branch at this position as (name, prefix).
-    Node(Vec<(String, PrefixTree<L>)>),
+    Node(Vec<(Name, PrefixTree<L>)>),
 }
 
 impl<L: Leaf + Clone> PrefixTree<L> {
@@ -50,7 +50,7 @@ impl<L: Leaf + Clone> PrefixTree<L> {
             Structure::Node(branches) => Self::Node(
                 branches
                     .iter()
-                    .map(|(name, branch)| (name.to_string(), Self::of_structure(branch, leaves)))
+                    .map(|(name, branch)| (name.clone(), Self::of_structure(branch, leaves)))
                     .collect(),
             ),
         }
@@ -70,8 +70,7 @@ impl<L: Leaf + Clone> PrefixTree<L> {
             (Self::Node(own), Structure::Node(branches)) if own.len() == branches.len() => {
                 for (i, (name, branch)) in branches.iter().enumerate() {
                     // Usually at the same index; a map may have another order.
-                    let text = name.text();
-                    let named = |(own, _): &&(String, Self)| *own == text;
+                    let named = |(own, _): &&(Name, Self)| own == name;
                     let found = own.get(i).filter(named).or_else(|| own.iter().find(named));
                     let Some((_, prefix)) = found else {
                         return Err(self.misfit(structure, path));
@@ -91,13 +90,8 @@ impl<L: Leaf + Clone> PrefixTree<L> {
         let found = match self {
             Self::Leaf(_) => "a leaf".to_owned(),
             Self::Node(own) => {
-                format!(
-                    "[{}]",
-                    own.iter()
-                        .map(|(name, _)| name.as_str())
-                        .collect::<Vec<_>>()
-                        .join(", ")
-                )
+                let names: Vec<_> = own.iter().map(|(name, _)| name.label()).collect();
+                format!("[{}]", names.join(", "))
             }
         };
         TreeError::Prefix {
@@ -137,18 +131,17 @@ impl<L, T: Into<PrefixTree<L>>> From<BTreeMap<String, T>> for PrefixTree<L> {
         Self::Node(
             branches
                 .into_iter()
-                .map(|(key, branch)| (key, branch.into()))
+                .map(|(key, branch)| (Name::Key(key), branch.into()))
                 .collect(),
         )
     }
 }
 
 fn numbered<L>(branches: impl IntoIterator<Item = PrefixTree<L>>) -> PrefixTree<L> {
+    let branches = branches.into_iter().enumerate();
     PrefixTree::Node(
         branches
-            .into_iter()
-            .enumerate()
-            .map(|(i, branch)| (i.to_string(), branch))
+            .map(|(i, branch)| (Name::Index(i), branch))
             .collect(),
     )
 }
@@ -255,6 +248,22 @@ mod tests {
             text((vec![absent.clone(), absent], 2).into()),
             "not a prefix: at `0/0/bias` the tree has a leaf, the prefix []"
         );
+    }
+
+    #[test]
+    fn list_is_no_prefix_of_a_map_with_the_same_names() {
+        let keys = ["0", "1"].map(str::to_owned);
+        let map = BTreeMap::from(keys.clone().map(|key| (key, 1u64)));
+        let list = PrefixTree::from([7usize, 8]);
+        let error = list.broadcast(&map.structure()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "not a prefix: at the root the tree has [\"0\", \"1\"], the prefix [0, 1]"
+        );
+        let prefix = PrefixTree::from(BTreeMap::from(keys.map(|key| (key, 7usize))));
+        assert_eq!(prefix.broadcast(&map.structure()), Ok(vec![7, 7]));
+        assert!(prefix.broadcast(&[1u64, 2].structure()).is_err());
+        assert_ne!(map.structure(), [1u64, 2].structure());
     }
 
     #[test]

@@ -173,8 +173,7 @@ impl fmt::Display for Structure {
             Self::Leaf => f.write_str("a leaf"),
             Self::Absent => f.write_str("nothing"),
             Self::Node(branches) => {
-                let names: Vec<String> =
-                    branches.iter().map(|(name, _)| name.to_string()).collect();
+                let names: Vec<_> = branches.iter().map(|(name, _)| name.label()).collect();
                 write!(f, "[{}]", names.join(", "))
             }
         }

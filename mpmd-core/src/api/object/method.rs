@@ -178,10 +178,7 @@ impl<M: Method> MethodBuilder<M> {
             inputs,
             outputs,
         } = self;
-        let with = |pair: [PrefixTree<Sharding>; 2]| {
-            let named = pair.into_iter().enumerate();
-            PrefixTree::Node(named.map(|(i, tree)| (i.to_string(), tree)).collect())
-        };
+        let with = |pair: [PrefixTree<Sharding>; 2]| PrefixTree::<Sharding>::from(pair);
 
         if let Some(mesh) = mesh {
             let whole = PrefixTree::Leaf(mesh.replicated());
