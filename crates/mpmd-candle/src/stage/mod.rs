@@ -13,7 +13,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::panic::Location;
 
 use candle_nn::VarBuilder;
-use fancy_regex::Regex;
 use mpmd_base::block::Mutex;
 use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Context, Shapes, View, ViewMut, Views, ViewsMut};
@@ -22,6 +21,7 @@ use mpmd_core::pipeline::{
 };
 use mpmd_core::{Error, MpmdArray, Program, Result};
 use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::sharding::rules::{NamePattern, PatternFault};
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 
@@ -115,23 +115,24 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         self
     }
 
-    /// Trains only the parameters with paths that match the regular expression `pattern`. The
-    /// others are frozen: they have no gradient and no state of an optimiser, and there is no
-    /// backward pass below the first trainable layer.
+    /// Trains only the parameters in whose paths the regular expression `pattern` is found, as
+    /// Python's `re.search` finds it: `"lora"` trains every parameter with these letters in its
+    /// path, `"^lora$"` only one of this path. The others are frozen: they have no gradient and no
+    /// state of an optimiser, and there is no backward pass below the first trainable layer.
     ///
     /// # Errors
     ///
-    /// If the pattern is no regular expression, or matches no parameter.
+    /// If the pattern is no regular expression, or Python's `re` reads it in another way. If it is
+    /// found in no path, or takes too many steps to be found.
     pub fn trainable(mut self, pattern: &str) -> Result<Self> {
-        let regex = Regex::new(pattern)
-            .map_err(|why| Error::kernel(format!("{pattern:?} is no regular expression: {why}")))?;
-        let matches = |path: &String| regex.is_match(path).unwrap_or(false);
-        let frozen: BTreeSet<String> = self
-            .params
-            .keys()
-            .filter(|path| !matches(path))
-            .cloned()
-            .collect();
+        let wrong = |fault: PatternFault| Error::kernel(format!("pattern {pattern:?}: {fault}"));
+        let compiled = NamePattern::anywhere(pattern).map_err(wrong)?;
+        let mut frozen = BTreeSet::new();
+        for path in self.params.keys() {
+            if !compiled.matches(path).map_err(wrong)? {
+                frozen.insert(path.clone());
+            }
+        }
 
         if frozen.len() == self.params.len() && !self.params.is_empty() {
             let paths: Vec<&String> = self.params.keys().collect();

@@ -171,6 +171,19 @@ fn pattern_without_match_lists_the_parameters() {
 }
 
 #[test]
+fn pattern_that_gives_up_or_reads_otherwise_is_an_error() {
+    let new = |vb: VarBuilder<'static>| nn::linear(2, 2, vb.pp("x".repeat(40)));
+    let layer: Result<Model<Linear>> = stage(new, |layer: &Linear, x: Tensor, _: &mut Cx<'_>| {
+        layer.forward(&x)
+    });
+    let pattern = r"^(?:(x+)*)*\1y";
+    let error = layer.unwrap().trainable(pattern).map(drop).unwrap_err();
+    assert!(error.to_string().contains("backtracking"), "{error}");
+    let error = head().trainable(r"\<head").map(drop).unwrap_err();
+    assert!(error.to_string().contains("write <"), "{error}");
+}
+
+#[test]
 fn dropout_without_key_says_what_to_give() {
     let first = || {
         let new = |_: VarBuilder<'static>| Ok(Dropout::new(0.5));

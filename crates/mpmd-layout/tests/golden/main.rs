@@ -4,4 +4,5 @@ mod cases;
 mod chunks;
 mod intermediate;
 mod layouts;
+mod name_patterns;
 mod rules;

@@ -2,10 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use fancy_regex::Regex;
-
 use super::error::{OpError, RulesError};
-use super::pattern::whole_name;
+use super::pattern::NamePattern;
 use crate::sharding::SpecEntry;
 
 /// The logical names of leaves' dimensions, and ordered rules that map logical names to mesh axes.
@@ -40,7 +38,7 @@ pub struct LogicalAxes {
 #[derive(Clone, Debug)]
 struct NamedPattern {
     /// The pattern, which matches whole names of leaves only.
-    regex: Regex,
+    pattern: NamePattern,
     names: Vec<Option<String>>,
 }
 
@@ -69,13 +67,13 @@ impl LogicalAxes {
     ///
     /// If `pattern` is not a regular expression.
     pub fn pattern(mut self, pattern: &str, names: &[Option<&str>]) -> Result<Self, RulesError> {
-        let regex = whole_name(pattern).map_err(|fault| RulesError::BadLogicalPattern {
+        let whole = NamePattern::whole(pattern).map_err(|fault| RulesError::BadLogicalPattern {
             pattern: pattern.to_owned(),
             position: fault.position,
             message: fault.message,
         })?;
         self.patterns.push(NamedPattern {
-            regex,
+            pattern: whole,
             names: owned(names),
         });
         Ok(self)
@@ -99,11 +97,11 @@ impl LogicalAxes {
             return Ok(Some(names));
         }
 
-        for NamedPattern { regex, names } in &self.patterns {
-            let matches = regex.is_match(leaf).map_err(|error| {
+        for NamedPattern { pattern, names } in &self.patterns {
+            let matches = pattern.matches(leaf).map_err(|error| {
                 OpError::Refused(format!(
                     "pattern {:?} of logical names: {error}",
-                    regex.as_str()
+                    pattern.as_str()
                 ))
             })?;
             if matches {

@@ -75,6 +75,7 @@ pub use inferred::{InferredLeaf, InferredShardings};
 pub use literal::Literal;
 pub use logical::LogicalAxes;
 pub use ops::LeafPlacement;
+pub use pattern::{NamePattern, PatternFault};
 pub use strategy::{Registry, Strategy};
 
 use std::collections::HashMap;
@@ -185,7 +186,7 @@ fn apply_rules(
                 if let Err(reason) = step.op.apply(&mut leaf) {
                     return Err(RulesError::Op(Box::new(OpFailed {
                         rule: index,
-                        pattern: rule.pattern.clone(),
+                        pattern: rule.pattern.as_str().to_owned(),
                         op: step.text.clone(),
                         leaf: name.clone(),
                         aval: aval.clone(),

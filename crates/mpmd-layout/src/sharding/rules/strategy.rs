@@ -5,13 +5,11 @@ use std::collections::btree_map::Entry;
 use std::fmt;
 use std::sync::Arc;
 
-use fancy_regex::Regex;
-
 use super::call::{OpCall, is_name};
 use super::error::{ArgumentError, OpError, RulesError};
 use super::logical::LogicalAxes;
 use super::ops::{Fsdp, LeafPlacement, LogicalPartitioning, Replicate, ShardDim, ShardingOp};
-use super::pattern::whole_name;
+use super::pattern::NamePattern;
 
 type Factory = dyn Fn(&OpCall) -> Result<Arc<dyn ShardingOp>, ArgumentError> + Send + Sync;
 
@@ -67,9 +65,8 @@ struct StatePrefix {
 /// The pattern of a rule and the ops of its tactic.
 #[derive(Clone)]
 pub(super) struct StrategyRule {
-    pub(super) pattern: String,
-    /// The pattern, compiled to match only whole names of leaves.
-    regex: Regex,
+    /// The pattern, which matches only whole names of leaves.
+    pub(super) pattern: NamePattern,
     pub(super) steps: Vec<TacticOp>,
 }
 
@@ -182,20 +179,15 @@ impl Strategy {
             .iter()
             .enumerate()
             .map(|(rule, (pattern, _))| compile(rule, pattern.as_ref()));
-        let patterns = patterns.collect::<Result<Vec<Regex>, RulesError>>()?;
+        let patterns = patterns.collect::<Result<Vec<NamePattern>, RulesError>>()?;
 
         let rules = rules
             .iter()
             .zip(patterns)
             .enumerate()
-            .map(|(rule, ((pattern, tactic), regex))| {
-                let pattern = pattern.as_ref().to_owned();
-                let steps = steps(rule, &pattern, tactic.as_ref(), registry)?;
-                Ok(StrategyRule {
-                    pattern,
-                    regex,
-                    steps,
-                })
+            .map(|(rule, ((_, tactic), pattern))| {
+                let steps = steps(rule, pattern.as_str(), tactic.as_ref(), registry)?;
+                Ok(StrategyRule { pattern, steps })
             })
             .collect::<Result<_, RulesError>>()?;
 
@@ -272,13 +264,13 @@ impl Strategy {
     /// If a pattern with look-around or back references takes too many steps on the name.
     pub(super) fn rule_of(&self, leaf: &str) -> Result<Option<usize>, RulesError> {
         for (index, rule) in self.rules.iter().enumerate() {
-            match rule.regex.is_match(leaf) {
+            match rule.pattern.matches(leaf) {
                 Ok(true) => return Ok(Some(index)),
                 Ok(false) => {}
                 Err(error) => {
                     return Err(RulesError::PatternGaveUp {
                         rule: index,
-                        pattern: rule.pattern.clone(),
+                        pattern: rule.pattern.as_str().to_owned(),
                         leaf: leaf.to_owned(),
                         message: error.to_string(),
                     });
@@ -293,7 +285,7 @@ impl fmt::Debug for StrategyRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let steps: Vec<&str> = self.steps.iter().map(|step| step.text.as_str()).collect();
         f.debug_struct("Rule")
-            .field("pattern", &self.pattern)
+            .field("pattern", &self.pattern.as_str())
             .field("steps", &steps)
             .finish_non_exhaustive()
     }
@@ -343,14 +335,14 @@ fn checked(name: &str) -> Result<String, RulesError> {
     }
 }
 
-fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
+fn compile(rule: usize, pattern: &str) -> Result<NamePattern, RulesError> {
     if pattern.starts_with('/') {
         return Err(RulesError::PatternStartsWithSlash {
             rule,
             pattern: pattern.to_owned(),
         });
     }
-    whole_name(pattern).map_err(|fault| RulesError::BadPattern {
+    NamePattern::whole(pattern).map_err(|fault| RulesError::BadPattern {
         rule,
         pattern: pattern.to_owned(),
         position: fault.position,
