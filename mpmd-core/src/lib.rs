@@ -46,7 +46,7 @@ pub use api::program::{
     Builder, MemoryUse, PlanCacheMetrics, Program, ProgramMetrics, Simulation, SimulationReport,
     simulate, transports,
 };
-pub use api::put::MoveOptions;
+pub use api::put::{MoveOptions, PutVjp};
 pub use api::recover::{Commits, Committed, OnLoss, RecoveringBuilder, Recovery};
 pub use api::replay::Captured;
 pub use api::split::{Sections, SplitOptions};

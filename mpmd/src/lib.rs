@@ -91,8 +91,8 @@ pub use mpmd_candle as candle;
 pub use mpmd_core::{
     ArrayFuture, Builder, Captured, Commits, Committed, Difference, Error, Fact, Failure,
     FailureKind, HostArray, IssueError, IssueProblem, Jit, JitBuilder, Label, MemoryUse,
-    MoveOptions, MpmdArray, OnLoss, PlanCacheMetrics, Program, ProgramMetrics, RecoveringBuilder,
-    Recovery, Result, Role, Sections, Shard, SplitOptions, all_ready,
+    MoveOptions, MpmdArray, OnLoss, PlanCacheMetrics, Program, ProgramMetrics, PutVjp,
+    RecoveringBuilder, Recovery, Result, Role, Sections, Shard, SplitOptions, all_ready,
 };
 pub use mpmd_layout::spec;
 pub use mpmd_memory::SharedBuffer;
@@ -187,13 +187,14 @@ pub mod sharding {
         //! A [`Registry`] adds ops of your own. One closure gets the [`OpCall`] as it is written,
         //! with its [`Literal`]s, and returns its arguments or an [`ArgumentError`]. The other
         //! divides a leaf through a [`LeafPlacement`], or refuses it with an [`OpError`]. A
+        //! [`NamePattern`] is the pattern of a rule, or a [`PatternFault`] if it is wrong. A
         //! [`RulesError`] names the rule that fails; its parts are [`OpFailed`], [`ParseError`] and
         //! [`ErrorKind`].
 
         pub use mpmd_layout::sharding::rules::{
             ArgumentError, ErrorKind, InferredLeaf, InferredShardings, LeafPlacement, Literal,
-            LogicalAxes, OpCall, OpError, OpFailed, ParseError, Registry, RulesError, Strategy,
-            infer, infer_sharding,
+            LogicalAxes, NamePattern, OpCall, OpError, OpFailed, ParseError, PatternFault,
+            Registry, RulesError, Strategy, infer, infer_sharding,
         };
 
         /// Reads rules from JSON: `[[".*bias", "replicate"], ["up", "shard_dim(\"model\", 1)"]]`, a

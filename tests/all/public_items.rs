@@ -315,8 +315,10 @@ impl Names {
         let word = |at: usize| words.get(at).map_or("", String::as_str);
         let mut found = BTreeSet::new();
         for (at, name) in words.iter().enumerate() {
-            // `Item` of `Iterator<Item = u8>` and `With` of `T::With` are the traits' names.
-            let binds = word(at + 1) == "=" && word(at + 2) != "=";
+            // `Item` of `Iterator<Item = u8>`, and `With` of `Tree<With<M> = Y>` and of `T::With`,
+            // are the traits' names.
+            let after = after_arguments(&words, at + 1);
+            let binds = word(after) == "=" && word(after + 1) != "=";
             let is_type = name.starts_with(|first: char| first.is_ascii_uppercase());
             if !is_type || binds || name == "Self" || parameters.contains(name) {
                 continue;
@@ -351,6 +353,23 @@ impl Names {
         }
         found
     }
+}
+
+/// Returns the position behind the arguments in angle brackets that begin at `at`, or `at` if none
+/// begin there.
+fn after_arguments(words: &[String], at: usize) -> usize {
+    let mut depth = 0;
+    for (end, word) in words.iter().enumerate().skip(at) {
+        match word.as_str() {
+            "<" => depth += 1,
+            ">" => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return if end == at { at } else { end + 1 };
+        }
+    }
+    at
 }
 
 /// Returns the names of the standard library's crates and of those that the workspace depends on.

@@ -44,6 +44,7 @@ mod pipeline_schedules;
 mod pipeline_stages;
 mod pipeline_wiring;
 mod program;
+mod put_vjp;
 mod random_puts;
 mod recovery;
 mod relays;

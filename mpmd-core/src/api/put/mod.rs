@@ -7,6 +7,7 @@ mod array_from_fn;
 mod join;
 mod options;
 mod plan;
+mod vjp;
 
 use std::panic::Location;
 use std::sync::Arc;
@@ -19,6 +20,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
 pub use options::MoveOptions;
 pub(crate) use plan::PutSteps;
+pub use vjp::PutVjp;
 
 impl Program {
     /// Moves every array of a tree to a sharding.
@@ -34,7 +36,8 @@ impl Program {
     /// order of the unreduced axes and in the array's dtype, so the bits do not depend on timing.
     /// Large partial sums with several target devices take two operations: each device adds up a
     /// part, then the parts are gathered. If the target has unreduced axes, the first partial sum
-    /// gets the values and the others get zeros.
+    /// gets the values and the others get zeros, `-0.0` for floats, so that the sum has the bits of
+    /// the values.
     ///
     /// # Errors
     ///
