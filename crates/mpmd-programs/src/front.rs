@@ -38,7 +38,8 @@ pub(crate) struct FrontArgs {
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
     /// File with an API key on each line, which only its user may read; every request needs one of
-    /// them. Behind a key may stand name=NAME, requests=N (at once) and tokens-per-minute=N
+    /// them. Behind a key may stand name=NAME, requests=N (at once), requests-per-minute=N and
+    /// tokens-per-minute=N
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Serve every client that can connect, without a key; also requests that pages of other

@@ -96,7 +96,7 @@ pub(crate) struct ServerMetrics {
 type Label = [(&'static str, &'static str); 1];
 
 /// The values of the label `reason` of refused requests.
-const REASONS: [&str; 8] = [
+const REASONS: [&str; 9] = [
     "requests",
     "tokens",
     "bodies",
@@ -105,9 +105,10 @@ const REASONS: [&str; 8] = [
     "failed",
     KEY_REASONS[0],
     KEY_REASONS[1],
+    KEY_REASONS[2],
 ];
 /// The reasons among [`REASONS`] that are limits of a key.
-const KEY_REASONS: [&str; 2] = ["key_requests", "key_tokens"];
+const KEY_REASONS: [&str; 3] = ["key_requests", "key_request_rate", "key_tokens"];
 /// The values of the label `end` of requests.
 const ENDS: [&str; 5] = ["stop", "length", "abort", "left", "failed"];
 /// The HTTP statuses of the server's answers.
@@ -286,7 +287,7 @@ pub(crate) struct KeyCounters {
     /// Total number of tokens of their replies.
     pub(crate) new_tokens: Counter,
     /// Total number of refused requests, for each of [`KEY_REASONS`].
-    rejected: [Counter; 2],
+    rejected: [Counter; 3],
 }
 
 impl KeyFamilies {

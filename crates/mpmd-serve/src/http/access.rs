@@ -99,8 +99,11 @@ fn find_key(keys: &[Arc<ClientKey>], headers: &HeaderMap) -> Result<Arc<ClientKe
         }
     }
     found.cloned().ok_or_else(|| {
-        let why = "expected a key of this server for the endpoint in the header `Authorization: \
-                   Bearer`";
+        let given = if key.is_empty() { "none" } else { "another" };
+        let why = format!(
+            "expected a key of this server for the endpoint in the header `Authorization: \
+             Bearer`, found {given}"
+        );
         HttpFailure::new(StatusCode::UNAUTHORIZED, why).code("invalid_api_key")
     })
 }

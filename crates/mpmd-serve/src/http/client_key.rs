@@ -3,6 +3,7 @@
 //! The limits hold before the waiting line, on this side of the scheduler: a request that a limit
 //! refuses takes no place that another client could have.
 
+use std::num::NonZeroU32;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -54,9 +55,9 @@ impl ClientKey {
     ///
     /// # Errors
     ///
-    /// If the key has as many open requests as it may, or has no tokens left.
+    /// If the key has as many open requests as it may, or has no requests or tokens left.
     pub(super) fn admit(self: &Arc<Self>, queue: &RequestQueue) -> Result<KeyPermit, HttpFailure> {
-        let admitted = self.used.lock().admit(self.limits, now());
+        let admitted = self.used.lock().admit(now());
         self.check(admitted, queue)?;
         Ok(KeyPermit { key: self.clone() })
     }
@@ -101,12 +102,11 @@ impl ClientKey {
                     "requests={most}: {holder} has {open} of at most {most} requests open"
                 ))
             }
-            LimitExceeded::Tokens { retry } => {
-                let most = self.limits.tokens_per_minute.map_or(0, u32::from);
+            LimitExceeded::Rate { unit, most, retry } => {
+                let seconds = retry.as_secs();
                 let why = format!(
-                    "tokens-per-minute={most}: {holder} has used its tokens, and has new ones in \
-                     {} s",
-                    retry.as_secs()
+                    "{unit}-per-minute={most}: {holder} has used its {unit}, and has new ones in \
+                     {seconds} s"
                 );
                 HttpFailure::busy(why).retry(retry)
             }
@@ -134,12 +134,12 @@ impl KeyPermit {
     ) -> Result<Vec<Self>, HttpFailure> {
         let key = self.key.clone();
         let more = prompts.saturating_sub(1);
-        let added = key.used.lock().add(key.limits, more);
+        let added = key.used.lock().add(more);
         key.check(added, queue)?;
         let mut permits = vec![self];
         permits.extend((0..more).map(|_| Self { key: key.clone() }));
 
-        key.used.lock().spend(tokens);
+        key.used.lock().tokens.spend(tokens);
         if let Some(counters) = key.counters.get() {
             counters.requests.inc_by(prompts as u64);
             counters.prompt_tokens.inc_by(tokens as u64);
@@ -149,7 +149,7 @@ impl KeyPermit {
 
     /// Counts a new token of the reply.
     pub(super) fn token(&self) {
-        self.key.used.lock().spend(1);
+        self.key.used.lock().tokens.spend(1);
         if let Some(counters) = self.key.counters.get() {
             counters.new_tokens.inc();
         }
@@ -166,12 +166,23 @@ impl Drop for KeyPermit {
 /// The use of a key's limits.
 #[derive(Debug)]
 struct KeyUse {
-    /// Number of open requests.
+    /// Number of open requests, of at most `most_open`.
     open: usize,
-    /// Number of tokens that are left. Negative after a request that took more: others wait until
-    /// the minutes have paid for it.
-    tokens: f64,
-    /// The time as of which `tokens` is known.
+    most_open: usize,
+    requests: Allowance,
+    tokens: Allowance,
+}
+
+/// The requests or tokens that a key has left.
+#[derive(Debug)]
+struct Allowance {
+    unit: &'static str,
+    /// Number per minute. `None` is no limit.
+    most: Option<NonZeroU32>,
+    /// The number that is left. Negative after a request that took more: others wait until the
+    /// minutes have paid for it.
+    left: f64,
+    /// The time as of which `left` is known.
     known: Instant,
 }
 
@@ -181,8 +192,10 @@ enum LimitExceeded {
     Requests {
         open: usize,
     },
-    /// No tokens are left until `retry` is over.
-    Tokens {
+    /// No units are left until `retry` is over, of `most` per minute.
+    Rate {
+        unit: &'static str,
+        most: NonZeroU32,
         retry: Duration,
     },
 }
@@ -192,117 +205,154 @@ impl LimitExceeded {
     fn label(self) -> &'static str {
         match self {
             Self::Requests { .. } => "key_requests",
-            Self::Tokens { .. } => "key_tokens",
+            Self::Rate { unit: TOKENS, .. } => "key_tokens",
+            Self::Rate { .. } => "key_request_rate",
         }
     }
 }
 
+const REQUESTS: &str = "requests";
+const TOKENS: &str = "tokens";
+
 impl KeyUse {
-    /// Begins with the tokens of a whole minute.
+    /// Begins with the requests and tokens of a whole minute.
     fn new(limits: KeyLimits, now: Instant) -> Self {
+        let most_open = limits.requests;
         Self {
             open: 0,
-            tokens: limits
-                .tokens_per_minute
-                .map_or(0.0, |most| most.get().into()),
+            most_open: most_open.map_or(usize::MAX, |most| most.get() as usize),
+            requests: Allowance::new(REQUESTS, limits.requests_per_minute, now),
+            tokens: Allowance::new(TOKENS, limits.tokens_per_minute, now),
+        }
+    }
+
+    /// Counts a new request as open, unless it is one too many or the key has used its requests or
+    /// tokens.
+    fn admit(&mut self, now: Instant) -> Result<(), LimitExceeded> {
+        self.requests.check(now)?;
+        self.tokens.check(now)?;
+        self.add(1)
+    }
+
+    /// Counts `added` requests as open, unless they are too many.
+    fn add(&mut self, added: usize) -> Result<(), LimitExceeded> {
+        if added > 0 && self.open + added > self.most_open {
+            return Err(LimitExceeded::Requests { open: self.open });
+        }
+        self.open += added;
+        self.requests.spend(added);
+        Ok(())
+    }
+}
+
+impl Allowance {
+    fn new(unit: &'static str, most: Option<NonZeroU32>, now: Instant) -> Self {
+        Self {
+            unit,
+            most,
+            left: most.map_or(0.0, |most| most.get().into()),
             known: now,
         }
     }
 
-    /// Counts a new request as open, unless it is one too many or no tokens are left.
-    fn admit(&mut self, limits: KeyLimits, now: Instant) -> Result<(), LimitExceeded> {
-        if let Some(most) = limits.tokens_per_minute {
-            self.refill(most.get().into(), now);
-            self.check_tokens(most.get().into())?;
-        }
-        self.add(limits, 1)
-    }
-
-    /// Counts `added` requests as open, unless they are too many.
-    fn add(&mut self, limits: KeyLimits, added: usize) -> Result<(), LimitExceeded> {
-        let most = limits
-            .requests
-            .map_or(usize::MAX, |most| most.get() as usize);
-        if added > 0 && self.open + added > most {
-            return Err(LimitExceeded::Requests { open: self.open });
-        }
-        self.open += added;
-        Ok(())
-    }
-
-    /// Adds the tokens of the time since the last call, up to those of a minute.
-    fn refill(&mut self, most: f64, now: Instant) {
+    /// Adds the units of the time since the last call, up to those of a minute. Fails if none is
+    /// left.
+    fn check(&mut self, now: Instant) -> Result<(), LimitExceeded> {
+        let Some(limit) = self.most else {
+            return Ok(());
+        };
+        let most = f64::from(limit.get());
         let passed = now.saturating_duration_since(self.known).as_secs_f64();
-        self.tokens = (self.tokens + passed * most / 60.0).min(most);
+        self.left = (self.left + passed * most / 60.0).min(most);
         self.known = now;
-    }
-
-    fn check_tokens(&self, most: f64) -> Result<(), LimitExceeded> {
-        if self.tokens >= 1.0 {
+        if self.left >= 1.0 {
             return Ok(());
         }
-        let seconds = (1.0 - self.tokens) * 60.0 / most;
-        let retry = Duration::from_secs_f64(seconds.ceil());
-        Err(LimitExceeded::Tokens { retry })
+        // Less than a microsecond is an error of rounding.
+        let seconds = ((1.0 - self.left) * 60.0 / most - 1e-6).max(1.0);
+        Err(LimitExceeded::Rate {
+            unit: self.unit,
+            most: limit,
+            retry: Duration::from_secs_f64(seconds.ceil()),
+        })
     }
 
-    /// Takes tokens of a request that was admitted, also if there are fewer.
-    fn spend(&mut self, tokens: usize) {
-        self.tokens -= tokens as f64;
+    /// Takes units of a request that was admitted, also if there are fewer.
+    fn spend(&mut self, units: usize) {
+        self.left -= units as f64;
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::num::NonZeroU32;
-
     use super::*;
 
-    fn limits(requests: u32, tokens: u32) -> KeyLimits {
+    fn limits(requests: u32, requests_per_minute: u32, tokens_per_minute: u32) -> KeyLimits {
         KeyLimits {
             requests: NonZeroU32::new(requests),
-            tokens_per_minute: NonZeroU32::new(tokens),
+            requests_per_minute: NonZeroU32::new(requests_per_minute),
+            tokens_per_minute: NonZeroU32::new(tokens_per_minute),
         }
+    }
+
+    /// The refusal of a key that has used its units.
+    fn over(unit: &'static str, most: u32, seconds: u64) -> Result<(), LimitExceeded> {
+        Err(LimitExceeded::Rate {
+            unit,
+            most: NonZeroU32::new(most).unwrap(),
+            retry: Duration::from_secs(seconds),
+        })
     }
 
     #[test]
     fn requests_at_once_are_limited() {
         let start = now();
-        let mut used = KeyUse::new(limits(3, 0), start);
-        assert_eq!(used.admit(limits(3, 0), start), Ok(()));
-        assert_eq!(used.add(limits(3, 0), 0), Ok(()));
+        let mut used = KeyUse::new(limits(3, 0, 0), start);
+        assert_eq!(used.admit(start), Ok(()));
+        assert_eq!(used.add(0), Ok(()));
         let over = Err(LimitExceeded::Requests { open: 1 });
-        assert_eq!(used.add(limits(3, 0), 3), over);
-        assert_eq!(used.add(limits(3, 0), 2), Ok(()));
+        assert_eq!(used.add(3), over);
+        assert_eq!(used.add(2), Ok(()));
         let over = Err(LimitExceeded::Requests { open: 3 });
-        assert_eq!(used.admit(limits(3, 0), start), over);
+        assert_eq!(used.admit(start), over);
         used.open -= 1;
-        assert_eq!(used.admit(limits(3, 0), start), Ok(()));
+        assert_eq!(used.admit(start), Ok(()));
     }
 
     #[test]
     fn tokens_come_back_within_minutes() {
         let start = now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let limits = limits(0, 600);
-        let mut used = KeyUse::new(limits, start);
-        assert_eq!(used.admit(limits, at(0)), Ok(()));
-        used.spend(599);
-        assert_eq!(used.admit(limits, at(0)), Ok(()));
+        let mut used = KeyUse::new(limits(0, 0, 600), start);
+        assert_eq!(used.admit(at(0)), Ok(()));
+        used.tokens.spend(599);
+        assert_eq!(used.admit(at(0)), Ok(()));
         // More than are left: it is answered, and the next ones wait.
-        used.spend(301);
-        let over = |seconds| {
-            let retry = Duration::from_secs(seconds);
-            Err(LimitExceeded::Tokens { retry })
-        };
-        assert_eq!(used.admit(limits, at(0)), over(31));
-        assert_eq!(used.admit(limits, at(10)), over(21));
-        assert_eq!(used.admit(limits, at(31)), Ok(()));
+        used.tokens.spend(301);
+        assert_eq!(used.admit(at(0)), over(TOKENS, 600, 31));
+        assert_eq!(used.admit(at(10)), over(TOKENS, 600, 21));
+        assert_eq!(used.admit(at(31)), Ok(()));
         // No more gather than those of a minute.
-        assert_eq!(used.admit(limits, at(10_000)), Ok(()));
-        used.spend(600);
-        assert_eq!(used.admit(limits, at(10_000)), over(1));
+        assert_eq!(used.admit(at(10_000)), Ok(()));
+        used.tokens.spend(600);
+        assert_eq!(used.admit(at(10_000)), over(TOKENS, 600, 1));
         assert_eq!(used.open, 4);
+    }
+
+    #[test]
+    fn requests_come_back_within_minutes() {
+        let start = now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut used = KeyUse::new(limits(0, 2, 0), start);
+        assert_eq!(used.admit(at(0)), Ok(()));
+        assert_eq!(used.admit(at(0)), Ok(()));
+        assert_eq!(used.admit(at(0)), over(REQUESTS, 2, 30));
+        assert_eq!(used.admit(at(20)), over(REQUESTS, 2, 10));
+        assert_eq!(used.admit(at(30)), Ok(()));
+        // Each prompt of a list is one.
+        assert_eq!(used.admit(at(60)), Ok(()));
+        assert_eq!(used.add(2), Ok(()));
+        assert_eq!(used.admit(at(60)), over(REQUESTS, 2, 90));
     }
 
     #[test]
@@ -310,8 +360,8 @@ mod tests {
         let start = now();
         let mut used = KeyUse::new(KeyLimits::default(), start);
         for _ in 0..1000 {
-            assert_eq!(used.admit(KeyLimits::default(), start), Ok(()));
-            used.spend(1 << 20);
+            assert_eq!(used.admit(start), Ok(()));
+            used.tokens.spend(1 << 20);
         }
     }
 }

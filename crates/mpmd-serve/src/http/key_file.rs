@@ -25,6 +25,8 @@ pub(super) struct KeyEntry {
 pub(super) struct KeyLimits {
     /// Largest number of requests at once, each prompt of a list counted.
     pub(super) requests: Option<NonZeroU32>,
+    /// Number of requests per minute, each prompt of a list counted.
+    pub(super) requests_per_minute: Option<NonZeroU32>,
     /// Number of tokens of prompts and replies per minute.
     pub(super) tokens_per_minute: Option<NonZeroU32>,
 }
@@ -105,8 +107,8 @@ impl LineFault {
                 format!("keys of ASCII characters without blanks, found another on line {number}")
             }
             Self::Attribute => format!(
-                "behind the key only name=NAME, requests=N and tokens-per-minute=N, found \
-                 something else on line {number}"
+                "behind the key only name=NAME, requests=N, requests-per-minute=N and \
+                 tokens-per-minute=N, found something else on line {number}"
             ),
             Self::Twice(word) => format!("{word} once, found it twice on line {number}"),
             Self::Name => format!(
@@ -129,6 +131,7 @@ impl LineFault {
 
 const NAME: &str = "name";
 const REQUESTS: &str = "requests";
+const REQUESTS_PER_MINUTE: &str = "requests-per-minute";
 const TOKENS_PER_MINUTE: &str = "tokens-per-minute";
 
 fn parse_line(line: &str) -> Result<KeyEntry, LineFault> {
@@ -149,6 +152,11 @@ fn parse_line(line: &str) -> Result<KeyEntry, LineFault> {
             NAME if is_name(value) => set_once(&mut name, NAME, value.to_owned())?,
             NAME => return Err(LineFault::Name),
             REQUESTS => set_once(&mut limits.requests, REQUESTS, limit(REQUESTS, value)?)?,
+            REQUESTS_PER_MINUTE => set_once(
+                &mut limits.requests_per_minute,
+                REQUESTS_PER_MINUTE,
+                limit(REQUESTS_PER_MINUTE, value)?,
+            )?,
             TOKENS_PER_MINUTE => set_once(
                 &mut limits.tokens_per_minute,
                 TOKENS_PER_MINUTE,
@@ -190,21 +198,23 @@ mod tests {
     #[test]
     fn lines_have_a_key_and_perhaps_a_name_and_limits() {
         let text = "plain=\n\n  k1 name=alice requests=4 tokens-per-minute=60000 \n\
-                    k2\ttokens-per-minute=1  name=bob-2_x.y\nplain=\n";
+                    k2\ttokens-per-minute=1  name=bob-2_x.y requests-per-minute=20\nplain=\n";
         let keys = parse(text).unwrap();
         let entry = |key: &str, name: Option<&str>, requests, tokens| KeyEntry {
             key: key.to_owned(),
             name: name.map(str::to_owned),
             limits: KeyLimits {
                 requests: NonZeroU32::new(requests),
+                requests_per_minute: None,
                 tokens_per_minute: NonZeroU32::new(tokens),
             },
         };
-        let expected = [
+        let mut expected = [
             entry("plain=", None, 0, 0),
             entry("k1", Some("alice"), 4, 60_000),
             entry("k2", Some("bob-2_x.y"), 0, 1),
         ];
+        expected[2].limits.requests_per_minute = NonZeroU32::new(20);
         assert!(keys == expected);
     }
 
@@ -219,7 +229,7 @@ mod tests {
             ),
             (
                 "secret secret",
-                "behind the key only name=NAME, requests=N and tokens",
+                "behind the key only name=NAME, requests=N, requests-per",
             ),
             ("secret secret=2", "something else on line 3"),
             ("secret Name=a", "something else on line 3"),

@@ -22,8 +22,8 @@ pub struct FrontSettings {
     /// Port to listen on. With 0 the system chooses a free port. Default: 8000.
     pub port: u16,
     /// File with an API key on each line, readable by its owner only. Every request must have one
-    /// of the keys. Behind a key may stand `name=NAME`, `requests=N` (requests at once) and
-    /// `tokens-per-minute=N`.
+    /// of the keys. Behind a key may stand `name=NAME`, `requests=N` (requests at once),
+    /// `requests-per-minute=N` and `tokens-per-minute=N`.
     pub api_key_file: Option<PathBuf>,
     /// True to serve every client that can connect, without a key. On a loopback address this
     /// includes requests that pages of other servers have a browser send. Contradicts

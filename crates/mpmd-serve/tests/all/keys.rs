@@ -131,6 +131,23 @@ fn tokens_per_minute_are_limited_for_each_key() {
 }
 
 #[test]
+fn requests_per_minute_are_limited_for_each_key() {
+    let (server, _file) = start("k1 name=alice requests-per-minute=2\nk2\n");
+    let short = json!({ "prompt": [5, 6], "max_tokens": 1 });
+    for _ in 0..2 {
+        assert_eq!(ask(&server, "k1", &short).status, 200);
+    }
+    let why = refused(&ask(&server, "k1", &short));
+    let expected = "requests-per-minute=2: the key alice has used its requests, and has new ones \
+                    in 30 s";
+    assert_eq!(why, expected);
+    assert_eq!(ask(&server, "k2", &short).status, 200);
+    let metrics = server.queue.metrics();
+    let line = "mpmd_key_rejected_total{key=\"alice\",reason=\"key_request_rate\"} 1\n";
+    assert!(metrics.contains(line), "{metrics}");
+}
+
+#[test]
 fn metrics_have_the_names_of_keys_and_never_the_keys() {
     let (server, _file) = start("secret-1 name=alice requests=1\nsecret-2\nsecret-3 name=bob\n");
     let body = json!({ "prompt": [[5, 6], [5]], "max_tokens": 1 });
