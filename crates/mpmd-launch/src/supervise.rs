@@ -535,8 +535,10 @@ where
         }
     }
 
-    /// Starts the grace period that ends the job, unless the job is ending already.
+    /// Starts the grace period that ends the job, unless the job is ending already. No process is
+    /// started any more, so those that go on must not wait for one.
     fn begin_grace(&mut self) {
+        self.replacing.start_no_more();
         if matches!(self.ending, EndingPhase::NotYet) {
             self.ending = EndingPhase::Grace(after(Instant::now(), self.launch.grace));
         }

@@ -16,4 +16,5 @@ mod hosts;
 mod model_names;
 mod new;
 mod serve;
+mod stopping;
 mod training_messages;
