@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::finetune::{FINETUNE, bare};
+use crate::finetune::{FINETUNE, bare, run};
 use crate::folders::{path, text};
 
 /// A running `finetune` that no launcher has started. It is killed when dropped.
@@ -238,4 +238,16 @@ fn result_of_the_process_in_place_of_the_first_is_json() {
     );
     let result: serde_json::Value = serde_json::from_str(result.trim_end()).unwrap();
     assert_eq!(result["steps"], 600, "{said}");
+}
+
+/// Started by hand with as many processes as stages: one of them is the spare.
+#[test]
+fn spare_of_a_job_of_one_process_ends_with_it() {
+    let (model, text) = (path("plain"), text());
+    let named = ["--model", model.to_str().unwrap(), text.to_str().unwrap()];
+    let options = "--stages 2 --elastic --steps 3 --time 8 --microbatches 1";
+    let args: Vec<&str> = named.into_iter().chain(options.split(' ')).collect();
+    for end in run(2, &args) {
+        assert_eq!(end.code(), 0, "{end:?}");
+    }
 }

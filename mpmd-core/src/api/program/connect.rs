@@ -71,7 +71,7 @@ impl EnvironmentJob {
     /// `None` in its first. Blocks until all processes are connected, on a spare until it gets a
     /// place.
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<EpochStart> {
-        if self.env.dry_run.is_some() || (self.env.processes == 1 && !self.env.hosted) {
+        if self.env.dry_run.is_some() || is_alone(&self.env) {
             return Ok(EpochStart::Program(Box::new(start(
                 self.builder.clone(),
                 &self.env,
@@ -212,12 +212,17 @@ fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
     Ok(builder)
 }
 
+/// Returns true if no other process has a part in the job: neither a spare nor a launcher.
+fn is_alone(env: &JobEnv) -> bool {
+    env.processes == 1 && !env.hosted && env.spares.unwrap_or(0) == 0
+}
+
 /// Joins the job that `env` describes, or starts its dry run, or a job of this process alone.
 fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
     if let Some(asked) = &env.dry_run {
         return dry_run(builder, env, asked);
     }
-    if env.processes == 1 && !env.hosted {
+    if is_alone(env) {
         let topology = builder.topology(env.processes, env.devices_per_process)?;
         return builder.start(env.process, topology, None, None);
     }
