@@ -178,6 +178,17 @@ pub(super) fn remove_old(folder: &Path, keep: usize, best: Option<u64>) -> Resul
     Ok(())
 }
 
+/// Removes the files of broken saves: those of steps without a manifest. The disk may be full of
+/// them. Keeps folders that also have files of others.
+pub(super) fn remove_broken(folder: &Path) -> Result<()> {
+    for name in names(folder)? {
+        if step_and_epoch_of(&name).is_some_and(|(step, _)| !manifest(folder, step).exists()) {
+            remove_save(&folder.join(name))?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes the files of a save, and their folder if it is then empty. Does nothing if the folder
 /// does not exist or is a link.
 fn remove_save(folder: &Path) -> Result<()> {
@@ -269,6 +280,30 @@ mod tests {
         folders.sort_unstable();
         assert_eq!(folders, [7, 8, 9]);
         assert!(folder.join("step-1.json").exists());
+    }
+
+    #[test]
+    fn broken_saves_are_removed_and_whole_ones_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let save = |step: u64, epoch: u64| {
+            let files = files(folder, step, epoch);
+            fs::create_dir(&files).unwrap();
+            fs::write(files.join(MODEL), [0; 8]).unwrap();
+            fs::write(files.join(list(0)), "[]").unwrap();
+            files
+        };
+        let whole = save(20, 1);
+        fs::write(manifest(folder, 20), "{}").unwrap();
+        let (broken, of_epoch) = (save(40, 1), save(60, 2));
+        let with_others = save(80, 1);
+        fs::write(with_others.join("notes.txt"), "mine").unwrap();
+
+        remove_broken(folder).unwrap();
+        assert!(whole.join(MODEL).exists());
+        assert!(!broken.exists() && !of_epoch.exists());
+        assert_eq!(names(&with_others).unwrap(), ["notes.txt"]);
+        remove_broken(&folder.join("missing")).unwrap();
     }
 
     #[test]

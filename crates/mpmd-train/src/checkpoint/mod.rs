@@ -196,7 +196,7 @@ impl Checkpoints {
     }
 
     /// Prepares the folder for the saves of a training that continues after the step of `contents`.
-    /// Every process gets the same error.
+    /// In epoch 1, removes the files of broken saves. Every process gets the same error.
     ///
     /// Fails if the folder cannot be written, has no space for a checkpoint, or is locked by
     /// another job. In epoch 1, also fails if it has a checkpoint of a later step, since the
@@ -207,13 +207,20 @@ impl Checkpoints {
             .iter()
             .map(|(_, array)| array.aval().bytes() as u64)
             .sum();
-        check_folder(p, &self.folder, bytes)?;
         let step = contents.step;
         let run = p.run_id();
         let epoch = p.epoch();
 
+        check_folder(p, &self.folder, 0)?;
         on_first(p, (), || {
             self.lock(run, epoch)?;
+            match epoch {
+                1 => folder::remove_broken(&self.folder),
+                _ => Ok(()),
+            }
+        })?;
+        check_folder(p, &self.folder, bytes)?;
+        on_first(p, (), || {
             if epoch > 1 {
                 return Ok(());
             }
