@@ -9,9 +9,11 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use clap::Args;
+use clap::{Args, CommandFactory};
 use mpmd_core::transports;
 use mpmd_launch::{EXEC, Launch, adopt, device_kinds, variables};
+
+use crate::Cli;
 
 /// Name of the hidden subcommand for the job's guard. The guard is a process that ends the job's
 /// processes if the launcher dies.
@@ -221,9 +223,14 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
 fn beside(program: &OsStr) -> String {
     let here = std::env::current_exe().unwrap_or_default();
     let path = here.with_file_name(program);
-    match !program.as_bytes().contains(&b'/') && path.is_file() {
-        true => format!(" in PATH, and there is {}: give that path", path.display()),
-        false => String::new(),
+    if !program.as_bytes().contains(&b'/') && path.is_file() {
+        return format!(" in PATH, and there is {}: give that path", path.display());
+    }
+    let cli = Cli::command();
+    let mut commands = cli.get_subcommands().map(clap::Command::get_name);
+    match commands.find(|name| OsStr::new(name) == program) {
+        Some(name) => format!(" in PATH. If `mpmd {name}` is meant, write `-- mpmd {name}`"),
+        None => String::new(),
     }
 }
 

@@ -38,15 +38,16 @@ pub(crate) fn open_adapter(adapter: &Path) -> anyhow::Result<Adapter> {
 /// Returns the folder that the value of `option` names: a folder, or else the snapshot of
 /// `NAME` or `NAME@REVISION` in the cache of the hub. Nothing is fetched.
 ///
-/// A path that no name can have is returned as it is.
-///
 /// # Errors
 ///
-/// If a name is neither a folder nor in the cache. The message has the place in the cache, and the
-/// command that fetches it.
+/// If the value is neither a folder or file nor the name of a model in the cache. The message for a
+/// name has the place in the cache, and the command that fetches it.
 pub(crate) fn located(option: &str, value: &Path) -> anyhow::Result<PathBuf> {
-    let Some((name, revision)) = hub_name(value).filter(|_| !value.exists()) else {
+    if value.exists() {
         return Ok(value.to_owned());
+    }
+    let Some((name, revision)) = hub_name(value) else {
+        bail!("{option} {}: no such folder or file", value.display());
     };
     let cache = cache(|variable| env::var_os(variable))
         .with_context(|| format!("{option} {name}: no such folder, and HOME is not set"))?;

@@ -385,6 +385,16 @@ fn missing_program_is_named_if_it_is_beside_mpmd() {
 }
 
 #[test]
+fn missing_program_is_perhaps_a_command_of_mpmd() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+    command.env("PATH", "/no/such/folder");
+    let output = command.args(["run", "-n", "2", "--", "top"]);
+    let expected = "mpmd: there is no program top in PATH. If `mpmd top` is meant, write \
+                    `-- mpmd top`\n";
+    assert_eq!(text(&output.output().unwrap().stderr), expected);
+}
+
+#[test]
 fn a_program_that_cannot_start_is_named_once() {
     let folder = tempfile::tempdir().unwrap();
     let broken = folder.path().join("broken");

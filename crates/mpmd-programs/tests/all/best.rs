@@ -304,7 +304,7 @@ fn options_that_lack_another_are_refused() {
         (
             &["--adapter", &best, "--merge", &best],
             1,
-            "adapter_config.json: expected the settings",
+            "no such folder or file",
         ),
         (
             &[

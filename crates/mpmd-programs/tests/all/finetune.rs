@@ -519,11 +519,11 @@ fn bad_folder_gives_one_message_before_processes_start() {
     assert_eq!(output.status.code(), Some(1));
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(error.lines().count(), 1, "{error}");
-    let file = missing.join("config.json");
-    assert!(
-        error.contains(&format!("{}: expected the config", file.display())),
-        "{error}"
+    let expected = format!(
+        "error: --model {}: no such folder or file\n",
+        missing.display()
     );
+    assert_eq!(error, expected);
 }
 
 /// Returns the loss of each step from a file of metrics.
