@@ -112,6 +112,7 @@ fn furnish(folder: &Path) {
             "model-Q8_0.gguf",
         ),
         ("crates/mpmd-models/tests/adapters/grouped", "adapter"),
+        ("crates/mpmd-programs/mpmd-demo", "config"),
     ];
     for (file, name) in files {
         symlink(root.join(file), folder.join(name)).unwrap();
