@@ -524,7 +524,8 @@ impl Builder {
             let possible = mpmd_launch::process_counts(devices);
             return Err(Error::Environment(format!(
                 "{devices} devices cannot be spread evenly over {processes} processes: start \
-                 {possible} processes, or change the number of devices, such as by --stages"
+                 {possible} processes, or change the number of devices (`Builder::devices`, or the \
+                 stages of a model: --stages)"
             )));
         }
         self.topology_of(&vec![devices / processes; processes])
