@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::finetune::{FINETUNE, bare, run};
@@ -25,6 +25,17 @@ impl Alone {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         Self(command.spawn().unwrap())
+    }
+
+    /// Waits for the line of the first step. Returns the errors that follow it.
+    fn after_first_step(&mut self) -> BufReader<ChildStderr> {
+        let mut errors = BufReader::new(self.0.stderr.take().unwrap());
+        let mut line = String::new();
+        while !line.starts_with("step 1/") {
+            line.clear();
+            assert!(errors.read_line(&mut line).unwrap() > 0, "it has ended");
+        }
+        errors
     }
 
     /// Sends SIGINT, as Ctrl-C does.
@@ -127,12 +138,7 @@ fn request_that_comes_twice_to_all_processes_saves() {
         to.to_str().unwrap(),
     ];
     let mut job = Alone::start(&args);
-    let mut errors = BufReader::new(job.0.stderr.take().unwrap());
-    let mut line = String::new();
-    while !line.starts_with("step 1/") {
-        line.clear();
-        assert!(errors.read_line(&mut line).unwrap() > 0, "it has ended");
-    }
+    let mut errors = job.after_first_step();
     // As systemd does: to the launcher and to its processes, which hear it from the launcher too.
     let launcher = job.0.id();
     let children = fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children"));
@@ -189,12 +195,7 @@ fn stop_of_an_elastic_training_waits_for_no_new_process() {
         "--save",
     ];
     let mut job = Alone::start(&[&args[..], &[to.to_str().unwrap()]].concat());
-    let mut errors = BufReader::new(job.0.stderr.take().unwrap());
-    let mut line = String::new();
-    while !line.starts_with("step 1/") {
-        line.clear();
-        assert!(errors.read_line(&mut line).unwrap() > 0, "it has ended");
-    }
+    let mut errors = job.after_first_step();
 
     let launcher = job.0.id();
     let both = format!(
@@ -213,12 +214,7 @@ fn stop_of_an_elastic_training_waits_for_no_new_process() {
 #[test]
 fn result_of_the_process_in_place_of_the_first_is_json() {
     let mut job = Alone::start(&["--stages", "2", "--elastic", "--steps", "600"]);
-    let mut errors = BufReader::new(job.0.stderr.take().unwrap());
-    let mut line = String::new();
-    while !line.starts_with("step 1/") {
-        line.clear();
-        assert!(errors.read_line(&mut line).unwrap() > 0, "it has ended");
-    }
+    let mut errors = job.after_first_step();
     let launcher = job.0.id();
     let first = pid_of(launcher, 0);
     assert!(
