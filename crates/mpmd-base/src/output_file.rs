@@ -40,9 +40,9 @@ pub fn open_output(
     placed.inspect_err(|_| _ = fs::remove_file(new))
 }
 
-/// Opens a file for writing if it must not be replaced or cut: a pipe, a device, or the file of
-/// this process's own output, such as `/dev/stdout`. Returns `None` if `path` is another regular
-/// file, or is missing.
+/// Opens a file for writing if it must not be replaced or cut. Such a file is a pipe, a device, or
+/// this process's own output, such as `/dev/stdout`. Returns `None` for another regular file, and
+/// if there is no file.
 ///
 /// The file of the own output is the same open file: what is written to either comes after what
 /// both have written before.

@@ -115,10 +115,10 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         self
     }
 
-    /// Trains only the parameters in whose paths the regular expression `pattern` is found, as
-    /// Python's `re.search` finds it: `"lora"` trains every parameter with these letters in its
-    /// path, `"^lora$"` only one of this path. The others are frozen: they have no gradient and no
-    /// state of an optimiser, and there is no backward pass below the first trainable layer.
+    /// Trains only some parameters. The regular expression `pattern` is searched in their paths, as
+    /// Python's `re.search` does: `"lora"` trains every parameter with these letters in its path,
+    /// `"^lora$"` only the one with this path. The others are frozen: they have no gradient and no
+    /// state of an optimiser. There is no backward pass below the first trainable layer.
     ///
     /// # Errors
     ///
