@@ -78,9 +78,10 @@ pub(crate) struct RunArgs {
     /// MPMD_PEER_TIMEOUT, else 60
     #[arg(long, value_name = "SECONDS", value_parser = above_zero)]
     peer_timeout: Option<Duration>,
-    /// The time that the other processes have to end after one has failed
-    #[arg(long, value_name = "SECONDS", default_value = "6", value_parser = seconds)]
-    grace: Duration,
+    /// The time that processes have to end after one has failed, 6 by default; and after SIGTERM or
+    /// Ctrl-C, which they all get, 60 by default
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    grace: Option<Duration>,
     /// Have each process record its operations in a file in this folder, for `mpmd trace`
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
@@ -132,6 +133,9 @@ impl RunArgs {
         if let Some(peer_timeout) = self.peer_timeout {
             launch = launch.peer_timeout(peer_timeout);
         }
+        if let Some(grace) = self.grace {
+            launch = launch.grace(grace);
+        }
 
         let outcome = launch
             .args([OsStr::new(EXEC), OsStr::new("--"), found.as_os_str()])
@@ -143,7 +147,6 @@ impl RunArgs {
             .transport(self.transport)
             .devices_per_process(self.devices_per_process.map(|devices| devices as usize))
             .device(self.device)
-            .grace(self.grace)
             .prefix(!self.no_prefix)
             .run()?;
 

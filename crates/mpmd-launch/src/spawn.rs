@@ -37,7 +37,7 @@ pub struct Launch {
     variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
     peer_timeout: Option<Duration>,
-    pub(super) grace: Duration,
+    grace: Option<Duration>,
     pub(super) output: OutputMode,
     pub(super) guard: Option<GuardCommand>,
 }
@@ -78,7 +78,7 @@ impl Launch {
             variables: Vec::new(),
             prefix: true,
             peer_timeout: None,
-            grace: Duration::from_secs(6),
+            grace: None,
             output: OutputMode::Prefixed,
             guard: None,
         }
@@ -169,12 +169,22 @@ impl Launch {
         self
     }
 
-    /// Sets how long the other processes may continue after a first failure, so that they can
-    /// report their own errors. The default is 6 seconds. Then they get SIGTERM, and 2 seconds
-    /// later SIGKILL.
+    /// Sets how long processes may continue after the first failure of one, to report their own
+    /// errors, and after a signal that the launcher has passed on to them, to end their work. The
+    /// default is 6 seconds after a failure, and 60 after a signal. Then they get SIGTERM, and 2
+    /// seconds later SIGKILL.
     pub fn grace(mut self, grace: Duration) -> Self {
-        self.grace = grace;
+        self.grace = Some(grace);
         self
+    }
+
+    pub(super) fn grace_after_failure(&self) -> Duration {
+        self.grace.unwrap_or(Duration::from_secs(6))
+    }
+
+    /// Enough for a last step with its checkpoint, or for a server's open requests.
+    pub(super) fn grace_after_signal(&self) -> Duration {
+        self.grace.unwrap_or(Duration::from_secs(60))
     }
 
     /// Sets the destination of the processes' output.

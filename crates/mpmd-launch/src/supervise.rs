@@ -344,6 +344,8 @@ struct JobWatch<'a, F> {
     /// Number of processes that were started with the job.
     first_ones: usize,
     ending: EndingPhase,
+    /// Length of the grace period, once it has begun.
+    grace: Duration,
     first: Option<FirstFailure>,
     stop: JobStop,
     /// The way in which the most recently lost process ended.
@@ -373,6 +375,7 @@ where
             start,
             replacing: ProcessReplacement::new(launch),
             ending: EndingPhase::NotYet,
+            grace: Duration::ZERO,
             first: None,
             stop: JobStop::default(),
             lost: None,
@@ -505,14 +508,14 @@ where
                 if self.stop.is_new(signal, Instant::now()) {
                     self.job.signal(signal);
                 }
-                self.begin_grace();
+                self.begin_grace(self.launch.grace_after_signal());
             }
             JobEvent::NoOutput(error) => {
                 // A second SIGTERM would end a process that saves.
                 if self.stop.lose_output(&error, self.first.is_some()) {
                     self.job.signal(Signal::TERM);
                 }
-                self.begin_grace();
+                self.begin_grace(self.launch.grace_after_signal());
             }
             JobEvent::Stop => {
                 self.job.signal(Signal::STOP);
@@ -525,9 +528,7 @@ where
                 self.job.signal(Signal::CONT);
                 // Deadlines restart: no process could act while stopped.
                 self.ending = match self.ending {
-                    EndingPhase::Grace(_) => {
-                        EndingPhase::Grace(after(Instant::now(), self.launch.grace))
-                    }
+                    EndingPhase::Grace(_) => EndingPhase::Grace(after(Instant::now(), self.grace)),
                     EndingPhase::Asked(_) => EndingPhase::Asked(Instant::now() + AFTER_TERM),
                     other => other,
                 };
@@ -537,10 +538,11 @@ where
 
     /// Starts the grace period that ends the job, unless the job is ending already. No process is
     /// started any more, so those that go on must not wait for one.
-    fn begin_grace(&mut self) {
+    fn begin_grace(&mut self, grace: Duration) {
         self.replacing.start_no_more();
         if matches!(self.ending, EndingPhase::NotYet) {
-            self.ending = EndingPhase::Grace(after(Instant::now(), self.launch.grace));
+            self.grace = grace;
+            self.ending = EndingPhase::Grace(after(Instant::now(), grace));
         }
     }
 
@@ -607,10 +609,10 @@ where
         };
         self.note_failure(place, how);
         if !is_ending {
-            // Those that have joined need not wait for it.
-            self.server.never_joins(place, how.to_string());
+            // Those that wait for it need not.
+            self.server.is_not_replaced(place, how.to_string());
         }
-        self.begin_grace();
+        self.begin_grace(self.launch.grace_after_failure());
     }
 
     /// True if no process that this launcher has started can take a free place, and the job needs
@@ -698,7 +700,7 @@ where
         let numbers = alive.iter().map(|(_, number)| *number);
         if self.replacing.recovers() && on_their_way == 0 && job.needs_none_of(numbers) {
             // A stopped process that was replaced would never end.
-            self.ending = EndingPhase::Grace(after(Instant::now(), self.launch.grace));
+            self.begin_grace(self.launch.grace_after_failure());
             return;
         }
 

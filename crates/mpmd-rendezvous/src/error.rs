@@ -79,6 +79,15 @@ pub enum RendezvousError {
         /// The way in which it ended, as text.
         why: String,
     },
+    /// A process of a running job has ended, and its launcher starts no other in its place. All
+    /// processes that begin the next epoch get this error. That process's fault.
+    #[error("process {process} is lost, and its launcher starts no other in its place: {why}")]
+    NotReplaced {
+        /// The process that has ended.
+        process: ProcessId,
+        /// The way in which it ended, as text.
+        why: String,
+    },
     /// Another living process has joined with the same number and keeps it. The caller's fault.
     #[error("process {process} is already in the job: it runs on host {host} with pid {pid}")]
     Duplicate {

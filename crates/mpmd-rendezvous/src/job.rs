@@ -101,10 +101,10 @@ impl JobState {
         &self.epochs
     }
 
-    /// Records that a process has ended before the job was complete, and that no other comes in its
+    /// Records that the process at a place has ended, and that the owner starts no other in its
     /// place.
-    pub(super) fn never_joins(&mut self, process: ProcessId, why: String) {
-        self.epochs.never_joins(process, why, &mut self.actions);
+    pub(super) fn is_not_replaced(&mut self, process: ProcessId, why: String) {
+        self.epochs.is_not_replaced(process, why, &mut self.actions);
     }
 
     /// Records that a process has ended, and that a spare may take its place.

@@ -231,8 +231,9 @@ impl RendezvousServer {
 
     /// Tells the service that a process has ended, in the way `why`, and that the owner starts no
     /// other in its place. If the job was never complete, all processes that have joined or will
-    /// join fail at once with [`NeverJoins`](RendezvousError::NeverJoins). Otherwise does nothing.
-    pub fn never_joins(&self, process: ProcessId, why: String) {
+    /// join fail at once with [`NeverJoins`](RendezvousError::NeverJoins). Otherwise those that
+    /// begin the next epoch do, with [`NotReplaced`](RendezvousError::NotReplaced).
+    pub fn is_not_replaced(&self, process: ProcessId, why: String) {
         self.tell_end(SeenEnd::Fails { process, why });
     }
 
@@ -242,8 +243,8 @@ impl RendezvousServer {
     ///
     /// If the job was never complete, a spare takes the place at once. If no spare waits, and the
     /// owner [may start](Self::may_start) none, all processes that have joined or will join fail as
-    /// in [`never_joins`](Self::never_joins). In a later epoch the place is no longer kept for the
-    /// process, if it had left the epoch before in order to join the next one.
+    /// in [`is_not_replaced`](Self::is_not_replaced). In a later epoch the place is no longer kept
+    /// for the process, if it had left the epoch before in order to join the next one.
     pub fn place_is_free(&self, number: ProcessId, place: ProcessId, why: String) {
         self.tell_end(SeenEnd::FreesPlace(EndedProcess { number, place, why }));
     }
@@ -450,7 +451,7 @@ impl ServerHub {
                 .owner_starts(self.view.owner_starts.load(Ordering::Relaxed));
             for end in seen_ends {
                 match end {
-                    SeenEnd::Fails { process, why } => self.job.never_joins(process, why),
+                    SeenEnd::Fails { process, why } => self.job.is_not_replaced(process, why),
                     SeenEnd::FreesPlace(ended) => self.job.place_is_free(ended),
                 }
             }

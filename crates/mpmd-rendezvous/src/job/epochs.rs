@@ -53,6 +53,9 @@ pub(crate) struct Epochs {
     /// The processes that ended before the first epoch began and whose places are free for spares,
     /// with the way in which they ended.
     ended_early: Vec<(ProcessId, String)>,
+    /// A process that ended after the first epoch had begun, with the way in which it ended, if the
+    /// owner starts no other in its place.
+    not_replaced: Option<(ProcessId, String)>,
     phase: EpochPhase,
     /// True once a process of the running epoch has left because the job has ended well.
     has_ended_well: bool,
@@ -107,6 +110,7 @@ impl Epochs {
             launched: processes,
             owner_starts: 0,
             ended_early: Vec::new(),
+            not_replaced: None,
             phase: EpochPhase::Gathering,
             has_ended_well: false,
             is_told_over: false,
@@ -692,9 +696,10 @@ impl Epochs {
         }
     }
 
-    /// Fails a job that was never complete, since a process has ended in the way `why` and no other
-    /// comes in its place.
-    pub(super) fn never_joins(
+    /// Records that the process at a place has ended in the way `why`, and that the owner starts no
+    /// other in its place. Fails a job that was never complete. A running epoch goes on, but those
+    /// that leave it begin no other without this place.
+    pub(super) fn is_not_replaced(
         &mut self,
         process: ProcessId,
         why: String,
@@ -702,7 +707,10 @@ impl Epochs {
     ) {
         if self.epoch == 1 && self.phase == EpochPhase::Gathering {
             self.fail(RendezvousError::NeverJoins { process, why }, actions);
+            return;
         }
+        self.not_replaced = Some((process, why));
+        self.place_spares(actions);
     }
 
     /// Frees the place of a process that has ended while no connection of it could tell so: before
@@ -733,17 +741,29 @@ impl Epochs {
         self.returns_no_more(key, now, actions);
     }
 
-    /// Fails a job that was never complete if a process that has ended leaves a place free and no
+    /// Fails an epoch that waits for its processes if one that has ended leaves a place free and no
     /// spare can come. Does nothing before a process has joined: the program may not use mpmd. The
     /// waiting spares have their places already.
     fn fail_if_place_stays_free(&mut self, actions: &mut JobActions) {
         let is_waited_for = self.seats.iter().any(Option::is_some);
-        if self.epoch > 1 || self.owner_starts > 0 || !is_waited_for {
+        if self.owner_starts > 0 || !is_waited_for {
             return;
         }
-        let is_free = |(process, _): &&(ProcessId, String)| self.seats[process.index()].is_none();
-        if let Some((process, why)) = self.ended_early.iter().find(is_free).cloned() {
-            self.fail(RendezvousError::NeverJoins { process, why }, actions);
+        let is_free = |(process, _): &&(ProcessId, String)| {
+            self.seats.get(process.index()).is_some_and(Option::is_none)
+        };
+        let error = match self.epoch {
+            1 => {
+                let ended = self.ended_early.iter().find(is_free).cloned();
+                ended.map(|(process, why)| RendezvousError::NeverJoins { process, why })
+            }
+            _ => {
+                let ended = self.not_replaced.as_ref().filter(is_free).cloned();
+                ended.map(|(process, why)| RendezvousError::NotReplaced { process, why })
+            }
+        };
+        if let Some(error) = error {
+            self.fail(error, actions);
         }
     }
 

@@ -617,7 +617,9 @@ mod tests {
     fn process_that_ends_before_it_joins_is_told_to_those_that_wait() {
         let mut table = Table::new(3);
         table.join(0, "");
-        table.job.never_joins(ProcessId(2), "it ended".to_owned());
+        table
+            .job
+            .is_not_replaced(ProcessId(2), "it ended".to_owned());
         let ended = RendezvousError::NeverJoins {
             process: ProcessId(2),
             why: "it ended".to_owned(),
@@ -627,7 +629,9 @@ mod tests {
         assert_eq!(errors(table.said()), [(11, ended)]);
 
         let mut table = Table::running(2);
-        table.job.never_joins(ProcessId(1), "it ended".to_owned());
+        table
+            .job
+            .is_not_replaced(ProcessId(1), "it ended".to_owned());
         table.job.place_is_free(EndedProcess::at(1, 1));
         assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
     }

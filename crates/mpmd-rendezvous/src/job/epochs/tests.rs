@@ -259,6 +259,48 @@ fn epoch_without_enough_processes_fails_and_names_the_missing() {
 }
 
 #[test]
+fn process_that_is_not_replaced_fails_the_next_epoch_at_once() {
+    let lost = RendezvousError::NotReplaced {
+        process: ProcessId(1),
+        why: "it was killed".to_owned(),
+    };
+    let tell = |table: &mut Table| {
+        let killed = "it was killed".to_owned();
+        table.job.is_not_replaced(ProcessId(1), killed);
+    };
+    for is_told_before in [true, false] {
+        let mut table = Table::running();
+        if is_told_before {
+            tell(&mut table);
+        }
+        table.die(11);
+        table.leave(10, true);
+        table.join(2, 0);
+        if !is_told_before {
+            assert_eq!(table.answers(), []);
+            tell(&mut table);
+        }
+        assert_eq!(table.answers(), [(20, Err(lost.clone()))]);
+        table.leave(12, true);
+        table.join(2, 2);
+        assert_eq!(table.answers(), [(22, Err(lost.clone()))]);
+    }
+}
+
+#[test]
+fn place_of_a_process_that_is_not_replaced_goes_to_a_spare_that_waits() {
+    let mut table = Table::running();
+    table.join_as(90, 1, 3);
+    table.job.is_not_replaced(ProcessId(1), "killed".to_owned());
+    table.die(11);
+    for (link, process) in [(10, 0), (12, 2)] {
+        table.leave(link, true);
+        table.join(2, process);
+    }
+    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
+}
+
+#[test]
 fn deaths_while_an_epoch_gathers_free_their_places() {
     let mut table = Table::running();
     for spare in 0..3 {
