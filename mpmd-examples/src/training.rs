@@ -168,12 +168,7 @@ impl TrainingFigures {
         windows: WindowShape,
         losses_out: Option<&PathBuf>,
     ) -> anyhow::Result<Self> {
-        let pipeline = trainer.pipeline();
         let schedule = trainer.schedule();
-        let stages = pipeline.stages();
-        let arrays = (0..stages).flat_map(|stage| pipeline.params(stage));
-        let parameters: usize = arrays.map(|(_, array)| array.aval().elements()).sum();
-
         let bytes = text.bytes().len();
         let files = text.files();
         let name = schedule.name();
@@ -188,16 +183,7 @@ impl TrainingFigures {
             );
         } else {
             println!("text: {bytes} bytes in {files} files, one block in ten held out");
-            let plural = if p.processes() == 1 {
-                "process"
-            } else {
-                "processes"
-            };
-            println!(
-                "model: {parameters} parameters in {stages} stages, on {} devices of {} {plural}",
-                p.topology().devices().len(),
-                p.processes()
-            );
+            println!("model: {}", trainer.model_size(p));
             println!(
                 "step: {microbatches} microbatches of {rows} windows of {time} bytes, in the \
                  order of {name}"

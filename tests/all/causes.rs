@@ -175,7 +175,7 @@ fn panic_of_all_processes_is_shown_once() {
         &[env!("CARGO_BIN_EXE_unfinished"), "panic", "0"],
     );
     assert_eq!(end.code(), 101, "{}", end.stderr);
-    let shared = "mpmd: all 3 processes failed: they ended with exit code 101; thread 'main' \
+    let shared = "mpmd: all 3 processes failed with exit code 101: thread 'main' \
                   panicked at tests/src/bin/unfinished.rs:";
     assert!(end.stderr.contains(shared), "{}", end.stderr);
     assert_eq!(
@@ -201,7 +201,7 @@ fn spares_and_restarts_need_a_program_that_recovers() {
     let why = "the job has spares or restarts (--spares, --restart of mpmd run), but this program";
     check_cause(
         &end,
-        &format!("all 2 processes failed: they ended with exit code 1; {why}"),
+        &format!("all 2 processes failed with exit code 1: {why}"),
     );
     assert_eq!(
         (end.code(), end.stderr.matches(why).count()),

@@ -67,7 +67,9 @@ fn missing_devices_are_reported_once() {
         assert_eq!(end.code(), 1, "{end:?}");
         // All processes fail over the same, which is shown once.
         assert_eq!(complaints(&end.stderr), 1, "{}", end.stderr);
-        let is_shared = end.stderr.contains("mpmd: all 2 processes failed: ");
+        let is_shared = end
+            .stderr
+            .contains("mpmd: all 2 processes failed with exit code 1: ");
         assert_eq!(is_shared, processes == "2", "{}", end.stderr);
         assert!(!end.stderr.contains("panicked"), "{}", end.stderr);
     }

@@ -398,7 +398,7 @@ fn failed_save_after_a_signal_fails_the_job() {
     std::fs::write(&saved, "").unwrap();
     process.signal(Signal::INT).unwrap();
     let end = process.wait(Instant::now() + LONG).unwrap();
-    let expected = "mpmd: all 4 processes failed: they ended with exit code 1; ";
+    let expected = "mpmd: all 4 processes failed with exit code 1: ";
     let last = end.stderr.lines().last().unwrap_or_default();
     assert!(
         last.starts_with(expected) && last.contains("saved"),

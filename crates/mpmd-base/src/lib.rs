@@ -1,6 +1,7 @@
 //! Small things that every crate needs: numbers of processes and devices, the one module through
-//! which the framework blocks, deadlines, environment variables, widths of vectors. Also byte
-//! counts as text, output files that a user names, and the meaning of a repeated signal.
+//! which the framework blocks, deadlines, environment variables, widths of vectors. Also counts of
+//! bytes and of things as text, output files that a user names, and the meaning of a repeated
+//! signal.
 //!
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 
@@ -8,6 +9,7 @@
 
 pub mod block;
 mod bytes;
+mod counted;
 pub mod deadline;
 mod output_file;
 mod seconds;
@@ -18,6 +20,7 @@ mod vector_width;
 use std::fmt;
 
 pub use bytes::{ByteCountError, bytes_text, parse_bytes};
+pub use counted::counted;
 pub use output_file::{open_in_place, open_output};
 pub use seconds::seconds_text;
 use serde::{Deserialize, Serialize};

@@ -94,10 +94,8 @@ impl fmt::Display for JobFailure {
             several if self.is_shared => {
                 let count = several.len();
                 let code = self.how.code();
-                write!(
-                    f,
-                    "all {count} processes failed: they ended with exit code {code}"
-                )?;
+                write!(f, "all {count} processes failed with exit code {code}")?;
+                return self.why.iter().try_for_each(|why| write!(f, ": {why}"));
             }
             [process] => write!(f, "process {process} failed first: {}", self.how)?,
             several => write!(f, "processes {} failed first", listed(several))?,
@@ -472,17 +470,17 @@ mod tests {
 
     #[test]
     fn error_of_all_processes_is_shared_unless_it_came_from_one() {
-        let all = "all 3 processes failed: they ended with exit code 1";
+        let all = "all 3 processes failed with exit code 1";
         let first = "process 0 failed first: it ended with exit code 1";
         let shared = [(&[0, 1, 2][..], "Error: no such file\n")];
         assert_eq!(
             absorbed(None, &shared, &[]),
-            (format!("{all}; no such file"), vec![])
+            (format!("{all}: no such file"), vec![])
         );
         let why = "process 0 ended before its program finished: no such file";
         assert_eq!(
             absorbed(Some(why), &shared, &[]),
-            (format!("{all}; no such file"), vec![])
+            (format!("{all}: no such file"), vec![])
         );
         // The others print the failure that they were told.
         let printed = [(&[0, 1, 2][..], "Error: operation 3 failed on process 0\n")];
@@ -492,7 +490,7 @@ mod tests {
         assert_eq!(absorbed(Some(why), &printed, &told), expected);
         // Each has failed before it could hear of another. Process 0 draws on a terminal itself.
         let own = [(0, 0), (1, 1), (2, 2)];
-        let expected = (format!("{all}; no GPU"), vec![]);
+        let expected = (format!("{all}: no GPU"), vec![]);
         for processes in [&[0, 1, 2][..], &[1, 2]] {
             assert_eq!(
                 absorbed(Some("no GPU"), &[(processes, "error: no GPU\n")], &own),
@@ -501,7 +499,7 @@ mod tests {
         }
         let panic = "thread 'main' panicked at src/main.rs:1:2:\nno";
         let why = "process 0 panicked before its program finished";
-        let expected = (format!("{all}; {panic}"), vec![]);
+        let expected = (format!("{all}: {panic}"), vec![]);
         let printed = format!("{panic}\n");
         assert_eq!(
             absorbed(Some(why), &[(&[0, 1, 2], &printed)], &own),

@@ -85,11 +85,11 @@ impl LastWords {
     }
 }
 
-/// True if a line looks like the first line of an error that ends a program: `Error: `, `error: `
-/// or a panic.
+/// True if a line looks like the first line of an error that ends a program: `Error: `, `error: `,
+/// a panic, or the words of Rust's allocator when memory is full.
 fn begins_error(line: &str) -> bool {
     let line = without_process(line);
-    ["Error: ", "error: "]
+    ["Error: ", "error: ", "memory allocation of "]
         .iter()
         .any(|start| line.starts_with(start))
         || (line.starts_with("thread '") && line.contains(" panicked at "))

@@ -168,7 +168,7 @@ fn mismatched_sizes_are_reported_with_an_exit_code() {
         .rsplit_once('\n')
         .unwrap_or(("", err.trim_end()));
     let is_effect = |line: &str| line.ends_with(" is gone: its process has ended");
-    let is_shared = said.starts_with("all 4 processes failed: they ended with exit code 1; ");
+    let is_shared = said.starts_with("all 4 processes failed with exit code 1: ");
     let is_first = said.contains(" failed first: it ended with exit code 1; ");
     assert!(
         if others.is_empty() {

@@ -41,6 +41,7 @@ use crate::{
 };
 use anyhow::Context;
 use clap::{Parser, ValueEnum};
+use mpmd_base::counted;
 use mpmd_launch::{end_with_stdout, process_counts};
 use signal_hook::consts::SIGXFSZ;
 
@@ -573,13 +574,15 @@ impl JobArgs {
 
         if on.by_process(processes).is_none() {
             say(&format!(
-                "error: {devices} devices cannot be spread evenly over {processes} processes; \
-                 --processes may be {}",
+                "error: {} cannot be spread evenly over {}; --processes may be {}",
+                counted(devices, "device"),
+                counted(processes, "process"),
                 on.process_counts()
             ));
         } else if kinds > processes {
             let counts = on.process_counts();
-            let problem = format!("{kinds} kinds of devices for {processes} processes");
+            let processes = counted(processes, "process");
+            let problem = format!("{kinds} kinds of devices for {processes}");
             anyhow::ensure!(
                 self.device.is_some(),
                 "{} has {problem}; --processes may be {counts}",

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use mpmd_base::bytes_text;
+use mpmd_base::{bytes_text, counted};
 use mpmd_record::dry_run::{
     DryRun, DryRunEnd, DryRunFlow, DryRunMemory, MemoryPeak, MessageTotals, OpKind,
 };
@@ -98,11 +98,12 @@ impl<'a> ProgramReport<'a> {
             end,
             ..
         } = self.dry_run;
-        let operations = operations.len();
-        let devices = devices.len();
         writeln!(
             f,
-            "dry run  {operations} operations of {processes} processes with {devices} devices"
+            "dry run  {} of {} with {}",
+            counted(operations.len(), "operation"),
+            counted(*processes as usize, "process"),
+            counted(devices.len(), "device")
         )?;
 
         let count = steps.len();
@@ -227,8 +228,9 @@ impl<'a> ProgramReport<'a> {
         for ((from, to), MessageTotals { messages, bytes }) in listed {
             writeln!(
                 f,
-                "           {from} to {to}: {} in {messages} messages",
-                bytes_text(*bytes)
+                "           {from} to {to}: {} in {}",
+                bytes_text(*bytes),
+                counted(usize::try_from(*messages).unwrap_or(usize::MAX), "message")
             )?;
         }
 

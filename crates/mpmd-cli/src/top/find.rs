@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
 use anyhow::{Context as _, Result, bail};
+use mpmd_base::counted;
 use mpmd_launch::{JobEnv, variables};
 use mpmd_rendezvous::Token;
 
@@ -106,8 +107,9 @@ fn line(address: &str, job: &FoundJob) -> String {
     let FoundJob { pid, processes, .. } = job;
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     format!(
-        "\n  {pid}  {}, {processes} processes, at {address}",
-        name.trim_end()
+        "\n  {pid}  {}, {}, at {address}",
+        name.trim_end(),
+        counted(*processes, "process")
     )
 }
 

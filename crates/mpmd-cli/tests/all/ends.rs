@@ -226,7 +226,7 @@ fn errors_of_a_stopped_job_are_shown() {
 #[test]
 fn end_over_a_pipe_of_its_own_is_a_failure() {
     let (code, _, err) = Job::start(mpmd(&["-n", "2"], "exit 141")).end();
-    let expected = "mpmd: all 2 processes failed: they ended with exit code 141\n";
+    let expected = "mpmd: all 2 processes failed with exit code 141\n";
     assert_eq!((code, err.as_str()), (Some(141), expected));
     let script = format!("[ $MPMD_RANK = 1 ] && kill -PIPE $$; {ENDLESS}");
     let (code, _, err) = Job::start(mpmd(&["-n", "2", "--grace", "0.1"], &script)).end();

@@ -295,7 +295,7 @@ fn signals_are_forwarded_and_may_end_a_job_well() {
         (
             "echo Error: no disk >&2; exit 4",
             4,
-            "they ended with exit code 4; no disk\n",
+            "failed with exit code 4: no disk\n",
         ),
     ] {
         let script = format!("trap '{then}' INT; echo ready; while :; do sleep 0.05; done");
@@ -422,7 +422,7 @@ fn a_program_that_cannot_start_is_named_once() {
             broken,
             126,
             &format!(
-                "mpmd: all 2 processes failed: they ended with exit code 126; {broken} cannot be \
+                "mpmd: all 2 processes failed with exit code 126: {broken} cannot be \
                  started: No such file or directory (os error 2)\n"
             ),
         ),
@@ -450,7 +450,7 @@ fn errors_of_all_processes_are_shown_once() {
     assert_eq!(err.matches("no such file").count(), 1, "{err}");
     assert_eq!(err.matches("0: main").count(), 1, "{err}");
     assert_eq!(err.matches("] a warning\n").count(), 3, "{err}");
-    let last = "\nmpmd: all 3 processes failed: they ended with exit code 2; no such file\n";
+    let last = "\nmpmd: all 3 processes failed with exit code 2: no such file\n";
     assert!(err.ends_with(last), "{err}");
     // The error of one, and another of the others.
     let (code, err) = run(

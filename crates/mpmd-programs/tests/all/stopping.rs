@@ -85,6 +85,12 @@ fn ctrl_c_saves_and_says_what_is_true() {
         let mut errors = BufReader::new(job.0.stderr.take().unwrap());
         let mut line = String::new();
         errors.read_line(&mut line).unwrap();
+        assert!(
+            line.ends_with(" parameters in 1 stage, on 1 device of 1 process\n"),
+            "{line}"
+        );
+        line.clear();
+        errors.read_line(&mut line).unwrap();
         assert_eq!(line, "CPUs compute all passes\n");
         line.clear();
         errors.read_line(&mut line).unwrap();

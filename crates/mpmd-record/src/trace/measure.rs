@@ -6,7 +6,7 @@ use std::fmt::Write;
 use super::merge::{KernelRun, TracedRun};
 use super::reasons::bytes;
 use crate::trace::{Label, Role};
-use mpmd_base::seconds_text;
+use mpmd_base::{counted, seconds_text};
 use mpmd_schedule::{Costs, StageCosts};
 
 /// Maximum number of causes of waits that a summary lists, the longest first.
@@ -221,16 +221,16 @@ impl TracedRun {
             &self.title
         };
 
-        let processes = self.processes.len();
-        let kernels = self.kernels.len();
         let sent = self
             .pieces
             .iter()
             .fold(0u64, |sent, piece| sent.saturating_add(piece.bytes));
         let _ = writeln!(
             text,
-            "{name}: {processes} processes, {kernels} kernels, {} pieces sent ({}), {}",
-            self.pieces.len(),
+            "{name}: {}, {}, {} sent ({}), {}",
+            counted(self.processes.len(), "process"),
+            counted(self.kernels.len(), "kernel"),
+            counted(self.pieces.len(), "piece"),
             bytes(sent),
             seconds_text(self.end)
         );

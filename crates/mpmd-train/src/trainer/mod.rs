@@ -12,6 +12,7 @@ mod saves;
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
+use mpmd_base::counted;
 use mpmd_core::aval::DType;
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, Stage};
 use mpmd_core::tree::Tree;
@@ -184,6 +185,32 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.status.stop = stop.clone();
         self.watches = true;
         self
+    }
+
+    /// Returns a line of text with the number of parameters, of stages, and of the devices and
+    /// processes of the job.
+    pub fn model_size(&self, p: &Program) -> String {
+        let mut parameters = 0;
+        let mut trained = 0;
+        for stage in 0..self.pipeline.stages() {
+            let params = self.pipeline.params(stage);
+            for ((_, array), is_trained) in params.into_iter().zip(self.pipeline.trainable(stage)) {
+                let elements = array.aval().elements();
+                parameters += elements;
+                trained += if is_trained { elements } else { 0 };
+            }
+        }
+        let trained = match trained == parameters {
+            true => String::new(),
+            false => format!(", of which {trained} are trained,"),
+        };
+        format!(
+            "{}{trained} in {}, on {} of {}",
+            counted(parameters, "parameter"),
+            counted(self.pipeline.stages(), "stage"),
+            counted(p.topology().devices().len(), "device"),
+            counted(p.processes(), "process")
+        )
     }
 
     /// Returns a line of text that names the devices, or the host, on which the stages compute.

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_base::ProcessId;
 use mpmd_base::block::Spin;
+use mpmd_base::{ProcessId, counted};
 use mpmd_device::cuda;
 use mpmd_rendezvous::Fact;
 use mpmd_transport::Transport;
@@ -45,7 +45,9 @@ pub(crate) enum LayoutRefusal {
     /// The layout has fewer devices than processes. Each process needs a device for its part of the
     /// state.
     #[error(
-        "its layout has {devices} devices for {processes} processes, and each process needs one"
+        "its layout has {} for {}, and each process needs one",
+        counted(*devices, "device"),
+        counted(*processes, "process")
     )]
     FewDevices { devices: usize, processes: usize },
 }
@@ -506,11 +508,11 @@ impl Builder {
             && devices != launched
         {
             return Err(Error::Environment(format!(
-                "the program says {devices} devices, but --devices-per-process (or {}) says \
-                 {each} for \
-                 each of {processes} processes, which makes {launched}: say the same, or one of \
-                 them alone",
-                variables::DEVICES_PER_PROCESS
+                "the program says {}, but --devices-per-process (or {}) says {each} for each of \
+                 {}, which makes {launched}: say the same, or one of them alone",
+                counted(devices, "device"),
+                variables::DEVICES_PER_PROCESS,
+                counted(processes, "process")
             )));
         }
 
@@ -523,9 +525,10 @@ impl Builder {
         if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
             let possible = mpmd_launch::process_counts(devices);
             return Err(Error::Environment(format!(
-                "{devices} devices cannot be spread evenly over {processes} processes: start \
-                 {possible} processes, or change the number of devices (`Builder::devices`, or the \
-                 stages of a model: --stages)"
+                "{} cannot be spread evenly over {}: start {possible} processes, or change the \
+                 number of devices (`Builder::devices`, or the stages of a model: --stages)",
+                counted(devices, "device"),
+                counted(processes, "process")
             )));
         }
         self.topology_of(&vec![devices / processes; processes])

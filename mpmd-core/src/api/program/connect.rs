@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_base::block::Spin;
+use mpmd_base::block::{Spin, mpsc, thread};
 use mpmd_device::cpu;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
 use mpmd_rendezvous::{
@@ -24,6 +24,9 @@ use super::{Builder, Program, vectors, version};
 use crate::error::{Error, Result};
 use crate::exec::dry_run::Order;
 use crate::warning::warn_user;
+
+/// Time without an answer from the service at which the job meets after which the user is told.
+const SILENCE: Duration = Duration::from_secs(10);
 
 /// Joins the job that the environment describes, or starts its dry run. If it describes none,
 /// starts a job of this process alone. Blocks until all processes are connected.
@@ -264,7 +267,8 @@ fn join(
                 .to_owned(),
         ));
     }
-    warn_before_join(&builder, env, returning.is_some());
+    let is_returning = returning.is_some();
+    warn_before_join(&builder, env, is_returning);
 
     let FormerMember {
         identity,
@@ -282,6 +286,7 @@ fn join(
         token: env.token.clone(),
         peer_timeout,
     };
+    let answered = (!is_returning).then(|| tell_of_silence(env));
     let (rendezvous, heir) = match seeker.filter(|_| !env.hosted) {
         Some(seeker) => {
             let rendezvous = seeker.connect(&config, &mut server);
@@ -297,6 +302,7 @@ fn join(
             (rendezvous.map_err(|error| wrong(named(error, env)))?, None)
         }
     };
+    drop(answered);
 
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
     let opened = has_cuda(env.process, &topology)
@@ -333,6 +339,29 @@ fn join(
         left_over,
     };
     candidate.join(builder, topology)
+}
+
+/// Tells the user if the service at which the job meets does not answer for some time, since the
+/// process that runs it has perhaps not started. Dropping the returned sender ends the wait.
+fn tell_of_silence(env: &JobEnv) -> mpsc::Sender<()> {
+    let (answered, waits) = mpsc::channel();
+    let warning = format!(
+        "process {} has waited {} s for the job to begin: at {} nobody answers, where process 0 \
+         or the launcher runs the service at which the job meets; it has perhaps not started",
+        env.process,
+        SILENCE.as_secs(),
+        env.coordinator
+    );
+    let wait = move || {
+        if waits.recv_timeout(SILENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
+            warn_user(&warning);
+        }
+    };
+    // Without the thread nothing is told; the wait itself ends by the peer timeout.
+    _ = thread::Builder::new()
+        .name("silence".to_owned())
+        .spawn(wait);
+    answered
 }
 
 /// Warns the user if the job's token can be guessed, or if this process was added to a job that has

@@ -474,7 +474,7 @@ mod tests {
             Some(&|_| Ok(1)),
         );
         let said = said.to_string();
-        let why = "its layout has 1 devices for 2 processes, and each process needs one";
+        let why = "its layout has 1 device for 2 processes, and each process needs one";
         assert!(said.ends_with(why), "{said}");
     }
 
