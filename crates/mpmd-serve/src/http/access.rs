@@ -8,6 +8,7 @@ use subtle::ConstantTimeEq as _;
 
 use super::client_key::ClientKey;
 use super::failure::HttpFailure;
+use super::fields::SHOWN;
 use super::key_file::{KeyEntry, KeyFileFault, KeyLimits, read_keys};
 use super::origins::AllowedOrigins;
 use super::settings::{FrontError, KeyFile};
@@ -136,12 +137,20 @@ fn check_host(headers: &HeaderMap, allowed: &AllowedOrigins) -> Result<(), HttpF
     };
     let is_allowed = |origin: &str| is_own_page(origin) || allowed.allows(origin);
 
-    match is_own && text(header::ORIGIN).is_none_or(is_allowed) {
+    let refused = |why| Err(HttpFailure::new(StatusCode::FORBIDDEN, why).code("other_origin"));
+    if !is_own {
+        let found: String = host.chars().take(SHOWN).collect();
+        return refused(format!(
+            "expected localhost or an address of this host in the header `Host`, found {found}: a \
+             page of another server could use such a name, unless the server has API keys"
+        ));
+    }
+    match text(header::ORIGIN).is_none_or(is_allowed) {
         true => Ok(()),
-        false => {
-            let why = "a page of another server sent this: without API keys only this server's \
-                       own page and programs on this host may";
-            Err(HttpFailure::new(StatusCode::FORBIDDEN, why).code("other_origin"))
-        }
+        false => refused(
+            "a page of another server sent this: without API keys only this server's own page and \
+             programs on this host may"
+                .to_owned(),
+        ),
     }
 }

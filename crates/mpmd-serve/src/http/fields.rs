@@ -8,21 +8,30 @@ use mpmd_models::{Conversation, ConversationError, ConversationFault};
 use serde_json::{Map, Value};
 
 use super::failure::HttpFailure;
-use super::neutral_fields::is_neutral;
+use super::neutral_fields::{is_neutral, is_of_other_servers};
 
 /// Largest length of a value that an error message quotes, in characters.
 pub(super) const SHOWN: usize = 60;
+
+/// Largest number of wrong letters in a name that counts as a misspelling of another one.
+const MOST_EDITS: usize = 2;
 
 /// The JSON fields of a request that have not been taken.
 pub(super) struct Fields<'a> {
     body: &'a [u8],
     fields: Map<String, Value>,
+    /// The names that were asked for: the fields of the endpoint.
+    known: Vec<String>,
 }
 
 impl<'a> Fields<'a> {
     pub(super) fn of(body: &'a [u8]) -> Result<Self, HttpFailure> {
         match read_json(body) {
-            Ok(Value::Object(fields)) => Ok(Self { body, fields }),
+            Ok(Value::Object(fields)) => Ok(Self {
+                body,
+                fields,
+                known: Vec::new(),
+            }),
             Ok(_) => Err(HttpFailure::invalid("the body: expected an object")),
             Err(why) => Err(invalid_json(why)),
         }
@@ -54,6 +63,7 @@ impl<'a> Fields<'a> {
         expected: &str,
         read: impl FnOnce(&Value) -> Option<T>,
     ) -> Result<Option<T>, HttpFailure> {
+        self.known.push(name.to_owned());
         let Some(value) = self.fields.remove(name).filter(|value| !value.is_null()) else {
             return Ok(None);
         };
@@ -118,11 +128,27 @@ impl<'a> Fields<'a> {
             None => Ok(()),
             Some((name, value)) => {
                 let found: String = value.to_string().chars().take(SHOWN).collect();
-                let name: String = name.chars().take(SHOWN).collect();
-                let why = format!("not supported by this server, leave it out: {found}");
-                Err(HttpFailure::field(name, why).code("unsupported_parameter"))
+                let shown: String = name.chars().take(SHOWN).collect();
+                let why = match self.similar(name) {
+                    Some(known) => format!("there is no such field; did you mean {known}?"),
+                    None => format!("not supported by this server, leave it out: {found}"),
+                };
+                Err(HttpFailure::field(shown, why).code("unsupported_parameter"))
             }
         }
+    }
+
+    /// Returns the field of the endpoint of which `name` may be a misspelling.
+    fn similar(&self, name: &str) -> Option<&str> {
+        if is_of_other_servers(name) {
+            return None;
+        }
+        let known = self.known.iter().map(|known| {
+            let edits = strsim::damerau_levenshtein(known, name);
+            (edits, known.as_str())
+        });
+        let (edits, known) = known.min()?;
+        (edits <= MOST_EDITS && name.len() > 2 * MOST_EDITS).then_some(known)
     }
 }
 

@@ -105,6 +105,11 @@ pub(super) fn is_neutral(name: &str, value: &Value) -> bool {
     }
 }
 
+/// True if the field `name` is known as a number of other servers.
+pub(super) fn is_of_other_servers(name: &str) -> bool {
+    [0, 1].iter().any(|number| is_neutral(name, &json!(number)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -145,6 +150,8 @@ mod tests {
             assert!(is_neutral(name, &neutral), "{name}: {neutral}");
             assert!(!is_neutral(name, &wish), "{name}: {wish}");
         }
+        assert!(is_of_other_servers("top_a") && is_of_other_servers("typ_p"));
+        assert!(!is_of_other_servers("max_token"));
         assert!(is_neutral("store", &json!(true)));
         assert!(is_neutral("user", &json!("me")));
     }

@@ -53,6 +53,25 @@ fn fields_that_ask_for_nothing_pass() {
 }
 
 #[test]
+fn misspelled_field_is_told_the_right_one() {
+    let server = Server::echo();
+    for (field, hint) in [
+        ("max_token", Some("did you mean max_tokens?")),
+        ("temprature", Some("did you mean temperature?")),
+        ("top_a", None),
+        ("unheard_of", None),
+    ] {
+        let answer = chat_with(&server, field, &json!(7));
+        assert_eq!(answer.status, 400, "{field}: {answer:?}");
+        let text = format!("{answer:?}");
+        match hint {
+            Some(hint) => assert!(text.contains(hint), "{text}"),
+            None => assert!(!text.contains("did you mean"), "{text}"),
+        }
+    }
+}
+
+#[test]
 fn wishes_that_the_server_cannot_meet_are_named() {
     let server = Server::echo();
     for (field, value) in [
