@@ -3,11 +3,11 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use mpmd::job::JobArgs;
-use mpmd::train::tensors::check_folder;
+use mpmd::ProcessId;
+use mpmd::job::{JobArgs, say};
 use mpmd_models::{Adapter, Folder, HeldBytes, merged, save};
 
-use super::train::create_saved_folders;
+use super::saved_folders::{SavedFolder, SavedFolders};
 use crate::division::DivisionArgs;
 use crate::inputs::compared;
 
@@ -33,14 +33,25 @@ pub(super) fn run(
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
     }
-    create_saved_folders(source, adapter, &[("--merge", Some(to))])?;
+    let saved = SavedFolders {
+        models: vec![SavedFolder {
+            option: "--merge",
+            path: to,
+            bytes: source.saved_bytes(),
+        }],
+        checkpoints: None,
+    };
+    saved.create(source, adapter)?;
 
     let job = compared(job, source, &[]);
     mpmd::job::run(&job, stages, devices, |p| {
-        check_folder(p, to, source.saved_bytes())?;
+        let _claims = saved.claim(p)?;
         let pipeline = model.losses(p, &meshes)?;
         let params = merged(p, &pipeline, None)?;
         save(p, source, &params, to)?;
+        if p.process() == ProcessId(0) && !p.is_dry_run() {
+            say(&format!("saved to {}", to.display()));
+        }
         anyhow::Ok(())
     })
 }

@@ -5,6 +5,7 @@ mod data;
 mod divided_model;
 mod evaluate;
 mod merge;
+mod saved_folders;
 mod score;
 mod train;
 

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::OnceLock;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::ensure;
 use mpmd::job::{Elastic, JobArgs, at_least, not_negative, positive, say};
 use mpmd::pipeline::{Builtin, Schedule};
 use mpmd::train::stop::exit_code;
-use mpmd::train::tensors::check_folder;
+use mpmd::train::tensors::FolderClaim;
 use mpmd::train::{Checkpoints, Run, Trainer};
 use mpmd::weights::Publication;
 use mpmd::{Commits, Error, MpmdArray, ProcessId, Program};
@@ -20,10 +20,10 @@ use serde::Serialize;
 use super::best::{BestFolder, BestRecord};
 use super::data::{TrainingFiles, data, is_of_examples};
 use super::divided_model::DividedModel;
+use super::saved_folders::{SavedFolder, SavedFolders};
 use crate::chat::ChatArgs;
 use crate::division::DivisionArgs;
 use crate::inputs::compared;
-use crate::model::is_gguf;
 use crate::token_type::TokenTypeArg;
 use crate::weight_type::ComputeArg;
 use crate::weights::PublishArgs;
@@ -162,6 +162,30 @@ impl TrainArgs {
         self.data.as_deref().is_some_and(is_of_examples)
     }
 
+    /// Returns the folders in which a training of `source` saves.
+    fn saved_folders(&self, source: &Folder) -> SavedFolders<'_> {
+        let model = source.saved_bytes();
+        // An adapter is small beside the model.
+        let best = if self.lora().is_some() { 0 } else { model };
+        let all = [
+            ("--save", &self.save, model),
+            ("--save-adapter", &self.save_adapter, 0),
+            ("--save-best", &self.save_best, best),
+        ];
+        let models = all.into_iter().filter_map(|(option, path, bytes)| {
+            let path = path.as_deref()?;
+            Some(SavedFolder {
+                option,
+                path,
+                bytes,
+            })
+        });
+        SavedFolders {
+            models: models.collect(),
+            checkpoints: self.checkpoints.as_deref(),
+        }
+    }
+
     /// Returns the settings of the trainer.
     fn settings(&self) -> TrainerSettings {
         TrainerSettings {
@@ -254,15 +278,8 @@ pub(crate) fn run(
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
     }
-    let saved = [
-        ("--save", args.save.as_deref()),
-        ("--save-adapter", args.save_adapter.as_deref()),
-        ("--save-best", args.save_best.as_deref()),
-    ];
-    create_saved_folders(source, args.start.as_ref(), &saved)?;
-    if let Some(checkpoints) = &args.checkpoints {
-        check_outside(checkpoints, &saved)?;
-    }
+    args.saved_folders(source)
+        .create(source, args.start.as_ref())?;
 
     // Process 0 alone writes them.
     let mut job = compared(job, source, &inputs.all()).may_differ(["metrics"]);
@@ -278,6 +295,7 @@ pub(crate) fn run(
         inputs,
         publication,
         stopped: OnceLock::new(),
+        claims: OnceLock::new(),
     };
     let code = match args.elastic {
         false => mpmd::job::run(job, devices.len(), devices, |p| training.run(p, None)),
@@ -299,52 +317,6 @@ pub(crate) fn run(
     }
 }
 
-/// Creates the folders for models and adapters that options name. They must differ from each other
-/// and from the folders of the model and of the adapter that it is used with.
-///
-/// A folder that cannot be created is found here, before hours of training.
-pub(super) fn create_saved_folders(
-    source: &Folder,
-    adapter: Option<&Adapter>,
-    saved: &[(&str, Option<&Path>)],
-) -> anyhow::Result<()> {
-    let mut folders = vec![("--model or --new", source.path().canonicalize().ok())];
-    folders.extend(adapter.map(|adapter| ("--adapter", adapter.path().canonicalize().ok())));
-    for (option, folder) in saved {
-        let Some(folder) = folder else { continue };
-        let name = folder.display();
-        ensure!(
-            !is_gguf(folder),
-            "{option} {name}: expected a folder: models are saved as safetensors, not as GGUF"
-        );
-        std::fs::create_dir_all(folder)
-            .with_context(|| format!("{option} {name}: expected a folder for the trained model"))?;
-
-        let folder = folder.canonicalize().ok();
-        if let Some((other, _)) = folders.iter().find(|(_, other)| *other == folder) {
-            bail!("{option} {name}: expected another folder than that of {other}");
-        }
-        folders.push((option, folder));
-    }
-    Ok(())
-}
-
-/// Returns an error if a folder for a model is the folder of checkpoints, or inside it.
-fn check_outside(checkpoints: &Path, saved: &[(&str, Option<&Path>)]) -> anyhow::Result<()> {
-    let Ok(checkpoints) = checkpoints.canonicalize() else {
-        return Ok(());
-    };
-    for (option, folder) in saved {
-        let path = folder.and_then(|folder| folder.canonicalize().ok());
-        ensure!(
-            !path.is_some_and(|path| path.starts_with(&checkpoints)),
-            "{option} {}: expected a folder outside of that of --checkpoints",
-            folder.unwrap_or(Path::new("")).display()
-        );
-    }
-    Ok(())
-}
-
 /// A training job: the same on all of its processes.
 struct Training<'a> {
     source: &'a Folder,
@@ -355,6 +327,8 @@ struct Training<'a> {
     /// The exit code for the signal that stopped the training. Set only in processes of the job; it
     /// tells a launcher of the signal.
     stopped: OnceLock<u8>,
+    /// The claims of the folders for models and adapters.
+    claims: OnceLock<Vec<FolderClaim>>,
 }
 
 impl Training<'_> {
@@ -378,18 +352,8 @@ impl Training<'_> {
         let Self {
             source, args, cut, ..
         } = *self;
-        if let Some(folder) = &args.save {
-            check_folder(p, folder, source.saved_bytes())?;
-        }
-        if let Some(folder) = &args.save_adapter {
-            // It is small beside the model.
-            check_folder(p, folder, 0)?;
-        }
-        if let Some(folder) = &args.save_best {
-            let is_adapter = args.lora().is_some();
-            let bytes = if is_adapter { 0 } else { source.saved_bytes() };
-            check_folder(p, folder, bytes)?;
-        }
+        let claims = args.saved_folders(source).claim(p)?;
+        _ = self.claims.set(claims);
         let divided = match p.epoch() {
             1 => DividedModel::new(source, args, cut)?,
             _ => DividedModel::over(source, args, cut, p.processes())?,
@@ -412,6 +376,7 @@ impl Training<'_> {
         }
         let mut trainer = trainer(p, &model, &meshes, schedule, &args.settings())?;
         if p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run() {
+            say(&format!("model: {}", trainer.model_size(p)));
             say(&trainer.computed_by(p));
             if !args.keeps_model() {
                 say(

@@ -276,7 +276,7 @@ impl Writer {
         told: &mpsc::Sender<Result<()>>,
         committing: &mpsc::Receiver<()>,
     ) -> Result<()> {
-        let written = self.write();
+        let written = self.write().map_err(|error| self.failed(&error));
         self.note(if written.is_ok() {
             SavePhase::Written
         } else {
@@ -289,13 +289,25 @@ impl Writer {
         if self.process != ProcessId(0) || committing.recv().is_err() {
             return Ok(());
         }
-        let committed = self.commit();
+        let committed = self.commit().map_err(|error| self.failed(&error));
         self.note(if committed.is_ok() {
             SavePhase::Committed
         } else {
             SavePhase::Failed
         });
         committed
+    }
+
+    /// Returns the error of a broken save, with the checkpoint from which a training can continue.
+    fn failed(&self, error: &Error) -> Error {
+        let whole = match folder::steps(&self.folder).unwrap_or_default().last() {
+            Some(step) => format!("the newest whole checkpoint is that of step {step}"),
+            None => "there is no whole checkpoint".to_owned(),
+        };
+        let step = self.manifest.step;
+        Error::Environment(format!(
+            "{error}; the save of step {step} is broken, {whole}"
+        ))
     }
 
     fn note(&self, phase: SavePhase) {

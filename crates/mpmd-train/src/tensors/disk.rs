@@ -1,12 +1,12 @@
 //! Files and folders that are on the disk when a function returns. Nothing is written through a
 //! link, nor into a file that exists.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 use mpmd_base::bytes_text;
-use mpmd_core::{Program, Result};
+use mpmd_core::{ProcessId, Program, Result};
 use rustix::fs::statvfs;
 
 use super::failed;
@@ -38,6 +38,42 @@ pub fn check_folder(p: &mut Program, folder: &Path, bytes: u64) -> Result<()> {
         )),
     };
     agree(p, own)
+}
+
+/// A folder that no other job claims. Dropping this value gives it up.
+#[derive(Debug)]
+pub struct FolderClaim {
+    /// The locked folder, on process 0.
+    _locked: Option<File>,
+}
+
+/// Checks a folder as [`check_folder`] does, and claims it for a model that this job saves there
+/// later. Leaves no file in it: process 0 locks the folder itself, where its file system has locks.
+///
+/// # Errors
+///
+/// Those of `check_folder`. If another job, or this one, has claimed the folder.
+pub fn claim_folder(p: &mut Program, folder: &Path, bytes: u64) -> Result<FolderClaim> {
+    check_folder(p, folder, bytes)?;
+    let is_first = p.process() == ProcessId(0) && !p.is_dry_run();
+    let locked = match is_first {
+        true => lock_folder(folder).map(Some),
+        false => Ok(None),
+    };
+    agree(p, locked.as_ref().map(drop).map_err(Clone::clone))?;
+    Ok(FolderClaim { _locked: locked? })
+}
+
+fn lock_folder(folder: &Path) -> Result<File> {
+    let opened = File::open(folder).map_err(|error| failed(folder, &error))?;
+    match opened.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(failed(
+            folder,
+            &"another job saves a model there: name another folder, or wait until it has ended",
+        )),
+        // Some file systems have no locks.
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(opened),
+    }
 }
 
 fn try_folder(folder: &Path) -> Result<()> {

@@ -10,7 +10,7 @@ mod save;
 mod surrogates;
 mod unique_json;
 
-pub use disk::{check_folder, replace};
+pub use disk::{FolderClaim, check_folder, claim_folder, replace};
 pub(crate) use file::{LONGEST_HEADER, failed};
 pub use file::{TensorFile, header};
 pub use mpmd_core::{file_note, hash_samples};

@@ -247,7 +247,8 @@ fn full_disk_of_one_process_stops_all_with_its_message() {
     };
     let said: Vec<Option<String>> = ends.iter().map(|end| line(&end.stdout)).collect();
     let path = folder.path().join("step-00000005/model.safetensors");
-    let problem = "region [0..8]: File too large (os error 27)";
+    let problem = "region [0..8]: File too large (os error 27); the save of step 5 is broken, \
+                   there is no whole checkpoint";
     let first = said[0]
         .clone()
         .unwrap_or_else(|| panic!("{}", job.report()));
@@ -275,7 +276,10 @@ fn manifest_that_cannot_be_written_stops_all() {
         });
         trainer.run(p, run.checkpoints(to.clone()).save_every(3), &windows())
     });
-    let expected = format!("{}: File exists (os error 17)", blocked.display());
+    let expected = format!(
+        "{}: File exists (os error 17); the save of step 3 is broken, there is no whole checkpoint",
+        blocked.display()
+    );
     for result in results {
         assert_eq!(result.unwrap_err().to_string(), expected);
     }
