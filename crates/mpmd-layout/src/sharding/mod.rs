@@ -21,8 +21,8 @@ use std::sync::Arc;
 
 pub use chunk::{ChunkRanks, chunk_by_rank};
 pub use dimension_rule::{
-    BoundRule, DeviceParts, DimensionMisfit, DimensionRule, DimensionRuleError, RuleArray,
-    RulePlace,
+    BoundRule, ComputedShardings, DeviceParts, DimensionLinks, DimensionMisfit, DimensionRule,
+    DimensionRuleError, Linearity, OperandDimension, RuleArray, RulePlace, ShardingConflict,
 };
 pub use error::ShardingError;
 pub use kind::MemoryKind;
@@ -60,6 +60,12 @@ impl Mesh {
     /// memory.
     pub fn replicated(&self) -> Sharding {
         self.sharding(Spec::default())
+    }
+}
+
+impl From<&Self> for Sharding {
+    fn from(sharding: &Self) -> Self {
+        sharding.clone()
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
 
+use super::infer::{DimensionLinks, OperandDimension};
 use super::{ArrayDimensions, DimensionRule};
 use crate::region::Region;
 use crate::sharding::Layout;
@@ -308,6 +309,25 @@ impl<'a> Binder<'a> {
 }
 
 impl BoundRule {
+    /// Returns how the dimensions belong together, by number.
+    pub fn links(&self) -> DimensionLinks {
+        let operand = |dims: &Vec<ArrayDimension>| {
+            let linked =
+                dims.iter().map(
+                    |dim| match dim.is_repeated || self.dimensions[dim.of].is_whole {
+                        true => OperandDimension::Whole,
+                        false => OperandDimension::Linked(dim.of),
+                    },
+                );
+            linked.collect()
+        };
+        let result = |dims: &Vec<ArrayDimension>| dims.iter().map(|dim| Some(dim.of)).collect();
+        DimensionLinks {
+            operands: self.operands.iter().map(operand).collect(),
+            results: self.results.iter().map(result).collect(),
+        }
+    }
+
     /// Compares the parts of all arrays on each device, and returns the part that each device
     /// computes with. An operand without a layout is on every device as a whole, and each device
     /// takes its part.

@@ -5,9 +5,11 @@
 //! the region of each device, so it works for any sharding.
 
 mod bound;
+mod infer;
 mod text;
 
 pub use bound::{BoundRule, DeviceParts, DimensionMisfit, RuleArray, RulePlace};
+pub use infer::{ComputedShardings, DimensionLinks, Linearity, OperandDimension, ShardingConflict};
 pub use text::DimensionRuleError;
 
 use std::fmt;
