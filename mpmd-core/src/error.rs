@@ -313,8 +313,8 @@ pub enum IssueProblem {
     #[error("{0}")]
     Mesh(String),
     /// An input lives on other devices than the kernel's mesh.
-    #[error("{}is on {found}, but the kernel runs on {expected}; move it there with \
-        device_put", leaf(.path))]
+    #[error("{}has the sharding {found}, but the kernel runs on {expected}; move it there with \
+        device_put", subject(.path))]
     InputMesh {
         /// The input's path.
         path: String,
@@ -325,9 +325,9 @@ pub enum IssueProblem {
     },
     /// An input has another sharding than declared.
     #[error(
-        "{}is sharded {found}, but the kernel declares {expected}; jit never reshards silently, \
-         use device_put",
-        leaf(.path)
+        "{}is sharded {found}, but `.inputs(…)` says {expected}; jit never reshards silently, use \
+         device_put",
+        subject(.path)
     )]
     InputSharding {
         /// The input's path.
@@ -342,7 +342,7 @@ pub enum IssueProblem {
     #[error(
         "{}is sharded {found}; a kernel takes {property} only where `.inputs(…)` declares exactly \
          that sharding",
-        leaf(.path)
+        subject(.path)
     )]
     InputUndeclared {
         /// The input's path.
@@ -354,13 +354,16 @@ pub enum IssueProblem {
     },
     /// A device has other parts of inputs and outputs than the kernel's
     /// [rule](crate::kernel::Kernel::rule) asks for.
-    #[error("{why}: {arrays}. Divide them alike: inputs by device_put, outputs by `.outputs(…)`")]
+    #[error("{why}: {arrays}. {}", cure(.why))]
     Dimensions {
         /// The misfit.
         why: Box<DimensionMisfit>,
         /// The shardings of all inputs and outputs.
         arrays: String,
     },
+    /// An expression of a function that [`compute`](crate::Program::compute) traces does not fit.
+    #[error("{0}")]
+    Compute(String),
     /// A sharding with unreduced axes was given for values that are not partial sums.
     #[error("{}{sharding} is of partial sums, which only a kernel writes: make it as \
         {reduced}", leaf(.path))]
@@ -374,7 +377,7 @@ pub enum IssueProblem {
     },
     /// An array that is moved by way of another sharding does not have the source sharding that the
     /// caller gave.
-    #[error("{}is sharded {found}, but is said to come from {expected}", leaf(.path))]
+    #[error("{}is sharded {found}, but is said to come from {expected}", subject(.path))]
     SourceSharding {
         /// The leaf's path.
         path: String,
@@ -385,7 +388,7 @@ pub enum IssueProblem {
     },
     /// An array was used after it was donated.
     #[error("{}was donated to operation {op} at {donated_at} and cannot be used any \
-        more", leaf(.path))]
+        more", subject(.path))]
     Donated {
         /// The leaf's path.
         path: String,
@@ -395,7 +398,7 @@ pub enum IssueProblem {
         donated_at: &'static Location<'static>,
     },
     /// An array of another program, or of an earlier epoch of a job that recovers.
-    #[error("{}belongs to another program, or to an earlier epoch of this job", leaf(.path))]
+    #[error("{}belongs to another program, or to an earlier epoch of this job", subject(.path))]
     Foreign {
         /// The leaf's path.
         path: String,
@@ -432,6 +435,21 @@ pub(crate) fn leaf(path: &str) -> String {
         String::new()
     } else {
         format!("{path:?}: ")
+    }
+}
+
+/// Names an array at the start of a sentence: by its path, or as the only one.
+fn subject(path: &str) -> String {
+    match path.is_empty() {
+        true => "the array ".to_owned(),
+        false => leaf(path),
+    }
+}
+
+fn cure(why: &DimensionMisfit) -> &'static str {
+    match why {
+        DimensionMisfit::Divided { .. } => "Leave that dimension whole",
+        _ => "Divide them alike: inputs by device_put, outputs by `.outputs(…)`",
     }
 }
 

@@ -37,6 +37,7 @@ pub mod pipeline;
 pub mod trace;
 mod warning;
 
+pub use api::compute;
 pub use api::jit::{Jit, JitBuilder, run_here};
 pub use api::object::{
     BoundMethod, MadeObject, Makes, Method, MethodBuilder, MethodClosures, MethodResult,

@@ -144,6 +144,21 @@ pub mod tree {
     pub use mpmd_layout::tree::{Empty, Leaf, Name, Path, PrefixTree, Structure, Tree, TreeError};
 }
 
+pub mod compute {
+    //! Functions over sharded arrays: what the closure of
+    //! [`Program::compute`](crate::Program::compute) uses.
+    //!
+    //! It gets an [`Expr`] for each array of its [`ComputeInputs`], and returns [`ComputeResults`].
+    //! The other operand of an operation is an [`Operand`]: an expression or a number. Reductions
+    //! take [`Dims`]. [`einsum`] and [`concatenate`] take several arrays, and [`number`],
+    //! [`uniform`] and [`normal`] make one.
+
+    pub use mpmd_core::compute::{
+        ComputeInputs, ComputeResults, Dims, Expr, Operand, concatenate, einsum, normal, number,
+        uniform,
+    };
+}
+
 pub mod topology {
     //! Devices, the processes that own them, and meshes of devices.
     //!
@@ -169,10 +184,16 @@ pub mod sharding {
     //! It is parsed from a text, or a [`DimensionRuleError`] says why not. Bound to shapes
     //! ([`BoundRule`]) it compares layouts: the result is [`DeviceParts`], or a [`DimensionMisfit`]
     //! that names a [`RulePlace`] of a [`RuleArray`].
+    //!
+    //! From the shardings of operands it infers those of results, [`ComputedShardings`], or a
+    //! [`ShardingConflict`]. [`DimensionLinks`] do that without a text, from one
+    //! [`OperandDimension`] for each dimension. The [`Linearity`] says which operands may be
+    //! partial sums.
 
     pub use mpmd_layout::sharding::{
-        BoundRule, DeviceParts, DimensionMisfit, DimensionRule, DimensionRuleError, Layout,
-        MemoryKind, RuleArray, RulePlace, Sharding, ShardingError, Spec, SpecEntry,
+        BoundRule, ComputedShardings, DeviceParts, DimensionLinks, DimensionMisfit, DimensionRule,
+        DimensionRuleError, Layout, Linearity, MemoryKind, OperandDimension, RuleArray, RulePlace,
+        Sharding, ShardingConflict, ShardingError, Spec, SpecEntry,
     };
 
     pub mod rules {
@@ -422,6 +443,9 @@ pub mod guide {
 
     #[doc = include_str!("../../docs/guide/collectives.md")]
     pub mod collectives {}
+
+    #[doc = include_str!("../../docs/guide/compute.md")]
+    pub mod compute {}
 
     #[doc = include_str!("../../docs/guide/cuda.md")]
     pub mod cuda {}

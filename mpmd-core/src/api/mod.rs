@@ -1,5 +1,6 @@
 //! The calls that a program makes: each is one or more operations, issued in program order.
 
+pub mod compute;
 pub(crate) mod jit;
 pub(crate) mod object;
 pub(crate) mod program;

@@ -90,7 +90,24 @@ pub(super) fn infer_all<In: Tree<Leaf = MpmdArray>>(
         let side = microbatch.side.get(&index).unwrap_or(&nothing);
         let inferred =
             before(index, &x, side).and_then(|()| stage.infer(&stage.param_shapes(), &x, side));
-        outputs.push(inferred.map_err(|why| graph.at(index, &why))?.out);
+        let inferred = inferred.map_err(|why| {
+            let from: Vec<usize> = feed.parts.iter().map(|part| part.stage).collect();
+            graph.at(index, &with_givers(graph, &from, why))
+        })?;
+        outputs.push(inferred.out);
     }
     Ok(())
+}
+
+/// Adds the stages `from` which the input comes to the error of a stage.
+fn with_givers(graph: &StageGraph, from: &[usize], why: Error) -> Error {
+    let names = from.iter().map(|stage| graph.named(*stage));
+    let names: Vec<String> = names.collect();
+    match names.is_empty() {
+        true => why,
+        false => Error::kernel(format!(
+            "{why} (its input comes from {})",
+            names.join(" and ")
+        )),
+    }
 }

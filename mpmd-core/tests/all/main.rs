@@ -17,6 +17,8 @@ mod closure_stages;
 mod closures;
 mod collectives;
 mod commits;
+mod compute;
+mod compute_oracle;
 mod corners;
 mod cuda_calls;
 mod cuda_kernels;

@@ -2,6 +2,7 @@
 
 mod arrays;
 mod first;
+mod functions;
 mod joining;
 mod operation;
 mod outside;
@@ -77,6 +78,11 @@ programs! {
     Once first::schedule_of_more_stages,
     Once first::shards_of_a_handle,
     Once first::used_after_donation,
+    Once functions::exponential_of_a_partial_sum,
+    Once functions::largest_of_a_divided_dimension,
+    Once functions::number_of_another_dtype,
+    Once functions::rows_times_columns_of_one_axis,
+    Once functions::values_of_two_meshes,
     Once joining::leaver_returns_at_once,
     Once joining::rate_beside_the_state,
     Once joining::rows_of_the_start,

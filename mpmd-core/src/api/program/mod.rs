@@ -15,6 +15,7 @@ mod epochs;
 mod facts;
 mod issue;
 mod job_size;
+mod kept_plans;
 mod locality;
 mod membership;
 mod metrics;
@@ -48,6 +49,7 @@ pub(crate) use connect::{EnvironmentJob, SideJob, SimulatedTransport, join_besid
 pub(crate) use epochs::{EpochEnd, JobChange};
 use issue::IssueHook;
 pub(crate) use issue::{Again, IssuedOp, NewOp, OpPart, Replayed};
+use kept_plans::KeptPlans;
 use membership::Membership;
 pub(crate) use membership::Returning;
 pub use metrics::{MemoryUse, ProgramMetrics};
@@ -88,6 +90,7 @@ use mpmd_record::trace::{Label, TraceEventKind};
 pub struct Program {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) put_plans: PlanCache,
+    pub(crate) computed: KeptPlans,
     /// The step that is being captured, if any.
     pub(crate) capture: Option<Box<Capture>>,
     recomputed: Recomputed,
@@ -175,6 +178,7 @@ impl Program {
         Self {
             runtime,
             put_plans: PlanCache::new(plans),
+            computed: KeptPlans::default(),
             capture: None,
             recomputed: Recomputed::default(),
             label: None,

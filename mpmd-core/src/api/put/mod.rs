@@ -71,7 +71,7 @@ impl Program {
         self.put_at(x, &to.into(), options, at)
     }
 
-    fn put_at<T: Tree<Leaf = MpmdArray>>(
+    pub(crate) fn put_at<T: Tree<Leaf = MpmdArray>>(
         &mut self,
         x: &T,
         to: &PrefixTree<Sharding>,

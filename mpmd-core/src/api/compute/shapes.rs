@@ -1,0 +1,549 @@
+//! Methods that change the shape of an expression, or choose elements.
+
+use std::ops::Range;
+use std::panic::Location;
+
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::sharding::{
+    DimensionLinks, Linearity, OperandDimension, Sharding, Spec, SpecEntry,
+};
+
+use super::dims::dim;
+use super::expr::{Expr, Operand, check_dtype, constant, dtypes_differ};
+use super::node::{Node, Op, Scalar};
+use super::trace::{self, NewNode, fail};
+
+impl Expr {
+    /// Returns the array with its dimensions in this order: dimension `i` of the result is
+    /// dimension `order[i]` of this one.
+    #[track_caller]
+    #[must_use]
+    pub fn transpose(self, order: &[isize]) -> Self {
+        let at = Location::caller();
+        let aval = self.node(at).aval;
+        let rank = aval.ndim();
+        let dims: Result<Vec<usize>, String> = order.iter().map(|at| dim(*at, rank)).collect();
+        let is_order = |dims: &Vec<usize>| (0..rank).all(|dim| dims.contains(&dim));
+        let dims = match dims {
+            Ok(dims) if dims.len() == rank && is_order(&dims) => dims,
+            Ok(_) => {
+                let why = format!("expected each dimension of {aval} once, found {order:?}");
+                return fail(at, format!("transpose: {why}"));
+            }
+            Err(why) => return fail(at, format!("transpose: {why}")),
+        };
+        let shape: Vec<usize> = dims.iter().map(|dim| aval.shape()[*dim]).collect();
+        trace::write(NewNode {
+            operands: vec![self.id()],
+            aval: ShapedArray::new(&shape, aval.dtype()),
+            links: DimensionLinks {
+                operands: vec![(0..rank).map(OperandDimension::Linked).collect()],
+                results: vec![dims.iter().copied().map(Some).collect()],
+            },
+            op: Op::Transpose(dims),
+            linearity: Linearity::Joint,
+            at,
+        })
+    }
+
+    /// Returns the array with its last two dimensions exchanged.
+    #[track_caller]
+    #[must_use]
+    pub fn t(self) -> Self {
+        let at = Location::caller();
+        let rank = self.node(at).aval.ndim();
+        if rank < 2 {
+            return fail(at, format!("t: expected two dimensions, found {rank}"));
+        }
+        let mut order: Vec<isize> = (0..rank.cast_signed()).collect();
+        order.swap(rank - 1, rank - 2);
+        self.transpose(&order)
+    }
+
+    /// Returns the elements in the same order with another shape. Dimensions that keep their size
+    /// stay divided; of those that are joined or parted only the first may be.
+    #[track_caller]
+    #[must_use]
+    pub fn reshape(self, shape: &[usize]) -> Self {
+        let at = Location::caller();
+        let node = self.node(at);
+        let aval = match ShapedArray::try_new(shape, node.aval.dtype()) {
+            Ok(aval) if aval.elements() == node.aval.elements() => aval,
+            Ok(aval) => {
+                let why = format!("{} has other elements than {aval}", node.aval);
+                return fail(at, format!("reshape: {why}"));
+            }
+            Err(why) => return fail(at, format!("reshape: {why}")),
+        };
+        let sharding = match &node.sharding {
+            None => None,
+            Some(sharding) => match reshaped(node.aval.shape(), shape, sharding) {
+                Ok(sharding) => Some(sharding),
+                Err(why) => {
+                    let from = &node.aval;
+                    return fail(at, format!("reshape of {from} to {shape:?}: {why}"));
+                }
+            },
+        };
+        let parts = node.sharding.into_iter().collect();
+        trace::write_placed(Node {
+            op: Op::Reshape,
+            operands: vec![self.id()],
+            aval,
+            sharding,
+            parts,
+            level: node.level,
+            at,
+        })
+    }
+
+    /// Returns the array with a dimension of size 1 in front of dimension `before`, or behind the
+    /// last one.
+    #[track_caller]
+    #[must_use]
+    pub fn expand(self, before: isize) -> Self {
+        let at = Location::caller();
+        let shape = self.node(at).aval.shape().to_vec();
+        match dim(before, shape.len() + 1) {
+            Err(_) => {
+                let rank = shape.len();
+                fail(
+                    at,
+                    format!("expand: {before} is no place among {rank} dimensions"),
+                )
+            }
+            Ok(before) => {
+                let mut shape = shape;
+                shape.insert(before, 1);
+                self.reshape(&shape)
+            }
+        }
+    }
+
+    /// Repeats dimensions of size 1 to this shape, and puts further dimensions in front.
+    #[track_caller]
+    #[must_use]
+    pub fn broadcast_to(self, shape: &[usize]) -> Self {
+        let at = Location::caller();
+        let aval = self.node(at).aval;
+        let first = shape.len().checked_sub(aval.ndim());
+        let fits = |first: &usize| {
+            let mut pairs = aval.shape().iter().zip(&shape[*first..]);
+            pairs.all(|(own, new)| own == new || *own == 1)
+        };
+        let Some(first) = first.filter(fits) else {
+            return fail(at, format!("broadcast_to: {aval} does not fit {shape:?}"));
+        };
+        let own = aval.shape().iter().enumerate();
+        let linked = own.map(|(dim, size)| match *size == shape[first + dim] {
+            true => OperandDimension::Linked(first + dim),
+            false => OperandDimension::Whole,
+        });
+        let links = DimensionLinks {
+            operands: vec![linked.collect()],
+            results: vec![(0..shape.len()).map(Some).collect()],
+        };
+        match ShapedArray::try_new(shape, aval.dtype()) {
+            Err(why) => fail(at, format!("broadcast_to: {why}")),
+            Ok(aval) => trace::write(NewNode {
+                op: Op::Broadcast,
+                operands: vec![self.id()],
+                aval,
+                links,
+                linearity: Linearity::Joint,
+                at,
+            }),
+        }
+    }
+
+    /// Returns the elements in a range of a dimension, which may not be divided.
+    #[track_caller]
+    #[must_use]
+    pub fn slice(self, along: isize, range: Range<usize>) -> Self {
+        let at = Location::caller();
+        let aval = self.node(at).aval;
+        let along = match dim(along, aval.ndim()) {
+            Ok(along) => along,
+            Err(why) => return fail(at, format!("slice: {why}")),
+        };
+        if range.start > range.end || range.end > aval.shape()[along] {
+            let why = format!("{range:?} is no part of dimension {along} of {aval}");
+            return fail(at, format!("slice: {why}"));
+        }
+        let op = Op::Slice {
+            dim: along,
+            start: range.start,
+        };
+        resized(op, &[self], along, range.len(), Linearity::Joint, at)
+    }
+
+    /// Puts `before` elements in front of those along a dimension and `after` behind, all with this
+    /// value. The dimension may not be divided.
+    #[track_caller]
+    #[must_use]
+    pub fn pad(self, along: isize, before: usize, after: usize, value: impl Operand) -> Self {
+        let at = Location::caller();
+        let aval = self.node(at).aval;
+        let along = match dim(along, aval.ndim()) {
+            Ok(along) => along,
+            Err(why) => return fail(at, format!("pad: {why}")),
+        };
+        let value = value.beside(self, at).node(at);
+        if value.aval.dtype() != aval.dtype() {
+            return fail(at, dtypes_differ("pad", &aval, &value.aval));
+        }
+        let Op::Constant(value) = value.op else {
+            return fail(at, "pad: expected a number as the value");
+        };
+        let size = before.checked_add(after);
+        let Some(size) = size.and_then(|both| both.checked_add(aval.shape()[along])) else {
+            return fail(at, "pad: the dimension is too long");
+        };
+        // Zeros of each summand are those of the sum.
+        let linearity = match value {
+            Scalar::Int(0) | Scalar::Float(0.0) => Linearity::Joint,
+            _ => Linearity::None,
+        };
+        let op = Op::Pad {
+            dim: along,
+            before,
+            value,
+        };
+        resized(op, &[self], along, size, linearity, at)
+    }
+
+    /// Takes the elements of a dimension at these indices, which are i32 or i64. The dimensions of
+    /// the indices replace it. It may not be divided; the indices may. An index beyond it is that
+    /// of its last element, and a negative one that of its first.
+    #[track_caller]
+    #[must_use]
+    pub fn take(self, along: isize, indices: Self) -> Self {
+        let at = Location::caller();
+        let (aval, chosen) = (self.node(at).aval, indices.node(at).aval);
+        let along = match dim(along, aval.ndim()) {
+            Ok(along) => along,
+            Err(why) => return fail(at, format!("take: {why}")),
+        };
+        if !matches!(chosen.dtype(), DType::I32 | DType::I64) {
+            return fail(
+                at,
+                format!("take: expected indices of i32 or i64, found {chosen}"),
+            );
+        }
+        if aval.shape()[along] == 0 && chosen.elements() > 0 {
+            return fail(
+                at,
+                format!("take: dimension {along} of {aval} has no elements"),
+            );
+        }
+        let rank = aval.ndim();
+        let of_indices: Vec<usize> = (rank..rank + chosen.ndim()).collect();
+        let linked = |dim| match dim == along {
+            true => OperandDimension::Whole,
+            false => OperandDimension::Linked(dim),
+        };
+        let result = (0..along)
+            .chain(of_indices.iter().copied())
+            .chain(along + 1..rank);
+        let links = DimensionLinks {
+            operands: vec![
+                (0..rank).map(linked).collect(),
+                of_indices
+                    .iter()
+                    .map(|of| OperandDimension::Linked(*of))
+                    .collect(),
+            ],
+            results: vec![result.map(Some).collect()],
+        };
+        let shape = [
+            &aval.shape()[..along],
+            chosen.shape(),
+            &aval.shape()[along + 1..],
+        ]
+        .concat();
+        match ShapedArray::try_new(&shape, aval.dtype()) {
+            Err(why) => fail(at, format!("take: {why}")),
+            Ok(aval) => trace::write(NewNode {
+                op: Op::Take { dim: along },
+                operands: vec![self.id(), indices.id()],
+                aval,
+                links,
+                linearity: Linearity::First,
+                at,
+            }),
+        }
+    }
+
+    /// Returns for each whole number `i` a row of `classes` elements with 1 at index `i` and 0
+    /// elsewhere, along a new last dimension. A number that is no index has zeros alone.
+    #[track_caller]
+    #[must_use]
+    pub fn one_hot(self, classes: usize, dtype: DType) -> Self {
+        let at = Location::caller();
+        let aval = self.node(at).aval;
+        if !matches!(aval.dtype(), DType::I32 | DType::I64) {
+            return fail(at, format!("one_hot: expected i32 or i64, found {aval}"));
+        }
+        if let Err(why) = check_dtype(dtype) {
+            return fail(at, why);
+        }
+        let rank = aval.ndim();
+        let shape = [aval.shape(), &[classes]].concat();
+        match ShapedArray::try_new(&shape, dtype) {
+            Err(why) => fail(at, format!("one_hot: {why}")),
+            Ok(aval) => trace::write(NewNode {
+                op: Op::OneHot,
+                operands: vec![self.id()],
+                aval,
+                links: DimensionLinks {
+                    operands: vec![(0..rank).map(OperandDimension::Linked).collect()],
+                    results: vec![(0..rank).map(Some).chain([None]).collect()],
+                },
+                linearity: Linearity::None,
+                at,
+            }),
+        }
+    }
+
+    /// Returns an array of this shape and dtype in which each element is `value`. It has no
+    /// sharding of its own, but follows the operands with which it is used.
+    #[track_caller]
+    #[must_use]
+    pub fn filled_like(self, value: impl Operand) -> Self {
+        let at = Location::caller();
+        let aval = self.node(at).aval;
+        let value = value.beside(self, at);
+        let own = value.node(at).aval;
+        match own.dtype() == aval.dtype() {
+            true => value.broadcast_to(aval.shape()),
+            false => fail(at, dtypes_differ("filled_like", &aval, &own)),
+        }
+    }
+}
+
+/// Returns the arrays one behind the other along a dimension, which may not be divided.
+#[track_caller]
+#[must_use]
+pub fn concatenate(arrays: &[Expr], along: isize) -> Expr {
+    let at = Location::caller();
+    let Some(first) = arrays.first() else {
+        return fail(at, "concatenate: expected an array, found none");
+    };
+    let aval = first.node(at).aval;
+    let along = match dim(along, aval.ndim()) {
+        Ok(along) => along,
+        Err(why) => return fail(at, format!("concatenate: {why}")),
+    };
+    let mut size = 0;
+    for array in arrays {
+        let other = array.node(at).aval;
+        if other.dtype() != aval.dtype() {
+            return fail(at, dtypes_differ("concatenate", &aval, &other));
+        }
+        let is_same = |dim: usize| dim == along || other.shape()[dim] == aval.shape()[dim];
+        if other.ndim() != aval.ndim() || !(0..aval.ndim()).all(is_same) {
+            let why = format!("{aval} and {other} differ in more than dimension {along}");
+            return fail(at, format!("concatenate: {why}"));
+        }
+        size += other.shape()[along];
+    }
+    let op = Op::Concatenate { dim: along };
+    resized(op, arrays, along, size, Linearity::Joint, at)
+}
+
+/// Returns a number as an expression of this dtype.
+#[track_caller]
+#[must_use]
+pub fn number(value: f64, dtype: DType) -> Expr {
+    let at = Location::caller();
+    if let Err(why) = check_dtype(dtype) {
+        return fail(at, why);
+    }
+    match dtype {
+        DType::F32 | DType::F64 => constant(Scalar::Float(value), dtype, at),
+        DType::Bool if value == 0.0 || value == 1.0 => {
+            constant(Scalar::Bool(value == 1.0), dtype, at)
+        }
+        dtype if value.fract() == 0.0 && value.abs() < 2f64.powi(53) => {
+            constant(Scalar::Int(value as i64), dtype, at)
+        }
+        dtype => {
+            let why = format!("expected a whole number below 2^53 for {dtype}, found {value}");
+            fail(at, format!("number: {why}"))
+        }
+    }
+}
+
+/// Writes a node whose operands have the same dimensions as the result, except for `along`, which
+/// has another size in each.
+fn resized(
+    op: Op,
+    operands: &[Expr],
+    along: usize,
+    size: usize,
+    linearity: Linearity,
+    at: &'static Location<'static>,
+) -> Expr {
+    let Some(aval) = operands.first().map(|expr| expr.node(at).aval) else {
+        return fail(at, "expected an array");
+    };
+    let mut shape = aval.shape().to_vec();
+    shape[along] = size;
+    let linked = |dim| match dim == along {
+        true => OperandDimension::Whole,
+        false => OperandDimension::Linked(dim),
+    };
+    let operand = |_: &Expr| (0..shape.len()).map(linked).collect();
+    let links = DimensionLinks {
+        operands: operands.iter().map(operand).collect(),
+        results: vec![
+            (0..shape.len())
+                .map(|dim| Some(dim).filter(|dim| *dim != along))
+                .collect(),
+        ],
+    };
+    match ShapedArray::try_new(&shape, aval.dtype()) {
+        Err(why) => fail(at, format!("{}: {why}", op.name())),
+        Ok(aval) => trace::write(NewNode {
+            op,
+            operands: operands.iter().map(|expr| expr.id()).collect(),
+            aval,
+            links,
+            linearity,
+            at,
+        }),
+    }
+}
+
+/// Returns the sharding of an array after a change of its shape `from` to `to`. Dimensions are
+/// compared in the smallest groups with equally many elements. Only the first dimension of a group
+/// that has a size other than 1 may be divided, since its parts are contiguous.
+fn reshaped(from: &[usize], to: &[usize], sharding: &Sharding) -> Result<Sharding, String> {
+    let (Some(mesh), Some(spec)) = (sharding.mesh(), sharding.spec()) else {
+        return Ok(sharding.clone());
+    };
+    let none = SpecEntry::None;
+    let entry = |dim: usize| spec.entries().get(dim).unwrap_or(&none);
+    let mut entries = vec![SpecEntry::None; to.len()];
+    for (olds, news) in groups(from, to) {
+        // Axes of size 1 divide dimensions of size 1, too.
+        let is_divided = |dim: &usize| !entry(*dim).axes().is_empty();
+        let first = olds.clone().find(|dim| from[*dim] != 1 || is_divided(dim));
+        if let Some(dim) = olds
+            .clone()
+            .find(|dim| is_divided(dim) && Some(*dim) != first)
+        {
+            let axes = entry(dim).axes().join(", ");
+            return Err(format!(
+                "dimension {dim} is divided over {axes}, and is not kept"
+            ));
+        }
+        let Some(first) = first.filter(|dim| is_divided(dim)) else {
+            continue;
+        };
+        let parts: usize = entry(first)
+            .axes()
+            .iter()
+            .map(|axis| mesh.axis_size(axis).unwrap_or(1))
+            .product();
+        let mut longer = news.clone().filter(|dim| to[*dim] != 1);
+        match longer.next().or(news.clone().next()) {
+            Some(new) if to[new].is_multiple_of(parts) => entries[new] = entry(first).clone(),
+            _ => {
+                return Err(format!(
+                    "dimension {first} has {parts} parts, which the new dimensions do not have"
+                ));
+            }
+        }
+    }
+    while entries.last() == Some(&SpecEntry::None) {
+        entries.pop();
+    }
+    let axes: Vec<&str> = sharding
+        .unreduced_axes()
+        .iter()
+        .map(String::as_str)
+        .collect();
+    let sharding = mesh.sharding(Spec::new(entries));
+    sharding.unreduced(&axes).map_err(|why| why.to_string())
+}
+
+/// Parts the dimensions of two shapes into the smallest groups with equally many elements, in
+/// order.
+fn groups(from: &[usize], to: &[usize]) -> Vec<(Range<usize>, Range<usize>)> {
+    /// A number that divides no usual size, in place of 0.
+    const EMPTY: u128 = 1_000_003;
+
+    // An empty dimension goes with an empty one.
+    let size = |size: usize| if size == 0 { EMPTY } else { size as u128 };
+    let mut groups = Vec::new();
+    let (mut old, mut new) = (0, 0);
+    while old < from.len() || new < to.len() {
+        let starts = (old, new);
+        let (mut olds, mut news) = (1u128, 1u128);
+        loop {
+            match olds <= news && old < from.len() && (olds < news || old == starts.0) {
+                true => {
+                    olds = olds.saturating_mul(size(from[old]));
+                    old += 1;
+                }
+                false if new < to.len() && (news < olds || new == starts.1) => {
+                    news = news.saturating_mul(size(to[new]));
+                    new += 1;
+                }
+                false => break,
+            }
+        }
+        groups.push((starts.0..old, starts.1..new));
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_layout::spec;
+    use mpmd_layout::topology::{DeviceId, Mesh};
+
+    use super::*;
+
+    #[test]
+    fn groups_are_small_and_cover_all_dimensions() {
+        for (from, to, expected) in [
+            (&[8, 4][..], &[32][..], vec![(0..2, 0..1)]),
+            (&[8, 4], &[8, 2, 2], vec![(0..1, 0..1), (1..2, 1..3)]),
+            (&[8, 4], &[1, 8, 4], vec![(0..1, 0..2), (1..2, 2..3)]),
+            (&[6, 4], &[4, 6], vec![(0..2, 0..2)]),
+            (&[], &[1, 1], vec![(0..0, 0..1), (0..0, 1..2)]),
+            (&[0, 4], &[2, 0], vec![(0..2, 0..2)]),
+            (&[0, 4], &[0, 4], vec![(0..1, 0..1), (1..2, 1..2)]),
+        ] {
+            let found = groups(from, to);
+            assert_eq!(found, expected, "{from:?} {to:?}");
+        }
+    }
+
+    #[test]
+    fn first_dimension_of_a_group_stays_divided() {
+        let mesh = Mesh::new(&[("x", 2), ("y", 2)], (0..4).map(DeviceId).collect()).unwrap();
+        let shard = |spec: Spec| mesh.sharding(spec);
+        for (from, to, before, after) in [
+            (&[8, 4][..], &[32][..], spec!["x"], Some(spec!["x"])),
+            (&[8, 4], &[32], spec![None, "x"], None),
+            (&[32], &[8, 4], spec![("x", "y")], Some(spec![("x", "y")])),
+            (&[32], &[2, 16], spec![("x", "y")], None),
+            (
+                &[8, 4],
+                &[8, 1, 4],
+                spec!["x", "y"],
+                Some(spec!["x", None, "y"]),
+            ),
+            (&[1, 8], &[8, 1], spec![None, "y"], Some(spec!["y"])),
+            (&[8, 4, 2], &[8, 8], spec!["x", "y"], Some(spec!["x", "y"])),
+        ] {
+            let found = reshaped(from, to, &shard(before)).ok();
+            assert_eq!(found, after.map(shard), "{from:?} {to:?}");
+        }
+        let sum = shard(spec!["x"]).unreduced(&["y"]).unwrap();
+        assert_eq!(reshaped(&[8, 4], &[32], &sum), Ok(sum.clone()));
+    }
+}
