@@ -156,9 +156,9 @@ fn inputs_that_do_not_match_the_declaration_are_refused() {
         ])
     });
     let expected = [
-        "jit pick: \"0\": is sharded P(x) on {x:2} devices [0, 1], but the kernel declares \
+        "jit pick: \"0\": is sharded P(x) on {x:2} devices [0, 1], but `.inputs(…)` says \
          P(None, x)",
-        "jit pick: \"1\": is on P() on {x:1} devices [0], but the kernel runs on",
+        "jit pick: \"1\": has the sharding P() on {x:1} devices [0], but the kernel runs on",
         "jit picky: f32[4,4] is no matrix",
         "not a prefix",
         "there is no device 9",
@@ -267,14 +267,14 @@ fn undeclared_partial_sums_and_host_memory_are_refused() {
         "jit pick: \"1\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1]; a \
          kernel takes partial \
          sums only where `.inputs(…)` declares exactly that sharding",
-        "\"0\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1], but the kernel \
-         declares P() on",
-        "\"0\": is sharded P() on {x:2, y:1} devices [0, 1], but the kernel declares P() \
+        "\"0\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1], but `.inputs(…)` \
+         says P() on",
+        "\"0\": is sharded P() on {x:2, y:1} devices [0, 1], but `.inputs(…)` says P() \
          unreduced over {x} on",
         "\"0\": is sharded P() on {x:2, y:1} devices [0, 1] in host memory; a kernel takes arrays \
          in host memory only where",
-        "in host memory, but the kernel declares P() on {x:2, y:1} devices [0, 1]; jit never",
-        "but the kernel declares P() on {x:2, y:1} devices [0, 1] in host memory; jit never",
+        "in host memory, but `.inputs(…)` says P() on {x:2, y:1} devices [0, 1]; jit never",
+        "but `.inputs(…)` says P() on {x:2, y:1} devices [0, 1] in host memory; jit never",
         "cannot be input \"0\"",
         "in host memory: a kernel writes the memory of its devices",
         "array_from_fn: P() unreduced over {x} on {x:2, y:1} devices [0, 1] is of partial sums, \

@@ -129,10 +129,11 @@ fn misfitting_arrays_are_named_with_their_place() {
             "parameters (f32[3]), input (f32[1,4]), side input (): f32[1,4] * f32[3]",
         ],
         &[
-            "stage 1 `Square`, microbatch 0, forward: jit Square: \"side input\": is on ",
+            "stage 1 `Square`, microbatch 0, forward: jit Square: \"side input\": has the \
+             sharding ",
             "with device_put",
         ],
-        &["stage 0 `Scale`, microbatch 0, forward: jit Scale: \"input\": is on "],
+        &["stage 0 `Scale`, microbatch 0, forward: jit Scale: \"input\": has the sharding "],
         &["Pipeline::forward: stage 0 `Scale`, microbatch 0, forward: its `infer` refuses"],
     ];
     both_say(&expected, |p| {
