@@ -185,10 +185,9 @@ pub mod sharding {
     //! ([`BoundRule`]) it compares layouts: the result is [`DeviceParts`], or a [`DimensionMisfit`]
     //! that names a [`RulePlace`] of a [`RuleArray`].
     //!
-    //! From the shardings of operands it infers those of results, [`ComputedShardings`], or a
-    //! [`ShardingConflict`]. [`DimensionLinks`] do that without a text, from one
-    //! [`OperandDimension`] for each dimension. The [`Linearity`] says which operands may be
-    //! partial sums.
+    //! Its [`DimensionLinks`], with one [`OperandDimension`] for each dimension, infer the
+    //! shardings of results from those of operands: [`ComputedShardings`], or a
+    //! [`ShardingConflict`]. The [`Linearity`] says which operands may be partial sums.
 
     pub use mpmd_layout::sharding::{
         BoundRule, ComputedShardings, DeviceParts, DimensionLinks, DimensionMisfit, DimensionRule,

@@ -1,6 +1,7 @@
 //! `compute`: functions over sharded arrays, their shardings, and every error that its
 //! documentation names.
 
+use crate::common::cuda::{CPU, CUDA};
 use crate::common::watchdog;
 use mpmd_core::compute::{Expr, concatenate, einsum, normal, number};
 use mpmd_core::prelude::*;
@@ -389,6 +390,32 @@ fn edges_of_floats_are_those_of_numpy() {
         assert_eq!(kept.shape(), [1, 0]);
         Ok(())
     });
+}
+
+#[test]
+fn functions_are_the_same_on_cuda_devices() {
+    if softcuda::again!() {
+        return;
+    }
+    let _limit = watchdog(100);
+    let found = [CPU, CUDA].map(|kind| {
+        let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
+        let mesh = p.mesh(&[("x", 1)]).unwrap();
+        let x = p
+            .device_put(&counted(&[4, 3]), mesh.sharding(spec!["x"]))
+            .unwrap();
+        let host = counted(&[3]);
+        let y = p.compute((&x, &host), |(x, host)| {
+            (x.exp() / 9.0 + host).t().matmul(x)
+        });
+        let y = y.unwrap();
+        let y = p.device_put(&y, mesh.replicated()).unwrap();
+        let y = y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap();
+        p.finish().unwrap();
+        y
+    });
+    assert_eq!(found[0], found[1]);
+    assert_eq!(found[0].len(), 9);
 }
 
 #[test]

@@ -408,7 +408,8 @@ pub(super) fn constant(value: Scalar, dtype: DType, at: &'static Location<'stati
     trace::write(NewNode {
         op: Op::Constant(value),
         operands: Vec::new(),
-        aval: ShapedArray::new(&[], dtype),
+        shape: Vec::new(),
+        dtype,
         links: DimensionLinks::default(),
         linearity: Linearity::None,
         at,
@@ -443,17 +444,15 @@ pub(super) fn broadcasting(
         operands: links.collect(),
         results: vec![(0..rank).map(Some).collect()],
     };
-    match ShapedArray::try_new(&shape, dtype) {
-        Err(why) => fail(at, format!("{}: {why}", op.name())),
-        Ok(aval) => trace::write(NewNode {
-            op,
-            operands: operands.iter().map(|expr| expr.id()).collect(),
-            aval,
-            links,
-            linearity,
-            at,
-        }),
-    }
+    trace::write(NewNode {
+        op,
+        operands: operands.to_vec(),
+        shape,
+        dtype,
+        links,
+        linearity,
+        at,
+    })
 }
 
 /// Returns the shape to which numpy broadcasts arrays. `None` if there is none.

@@ -17,6 +17,7 @@ mod operators;
 mod plan;
 mod random;
 mod reductions;
+mod reshaped;
 mod segments;
 mod shapes;
 mod trace;
@@ -36,9 +37,9 @@ use crate::error::Result;
 use mpmd_layout::topology::Mesh;
 
 impl Program {
-    /// Computes a function of arrays, whatever their shardings. The closure gets an expression for
-    /// each input, and returns one or several. It is traced: it runs at once, writes down what is
-    /// to be computed, and may look at shapes and shardings, but not at elements.
+    /// Computes a function of arrays, with any shardings by a mesh. The closure gets an expression
+    /// for each input, and returns one or several. It is traced: it runs at once and writes down
+    /// the computation. It may look at shapes and shardings, but not at elements.
     ///
     /// ```
     /// use mpmd_core::prelude::*;

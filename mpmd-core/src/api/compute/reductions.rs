@@ -234,8 +234,9 @@ impl Reduced {
             .collect();
         trace::write(NewNode {
             op: self.op,
-            operands: vec![operand.id()],
-            aval: ShapedArray::new(&shape, self.dtype),
+            operands: vec![operand],
+            shape,
+            dtype: self.dtype,
             links: DimensionLinks {
                 operands: vec![(0..aval.ndim()).map(linked).collect()],
                 results: vec![result],
@@ -341,16 +342,13 @@ fn contract(
         results: vec![contraction.result.iter().map(place).collect()],
     };
     let size = |letter| place(letter).map_or(1, |place| sizes[place].1);
-    let shape: Vec<usize> = contraction.result.iter().map(size).collect();
-    match ShapedArray::try_new(&shape, a.dtype()) {
-        Err(why) => fail(at, format!("{name}: {why}")),
-        Ok(aval) => trace::write(NewNode {
-            op: Op::Contract(contraction),
-            operands: operands.iter().map(|expr| expr.id()).collect(),
-            aval,
-            links,
-            linearity: Linearity::Each,
-            at,
-        }),
-    }
+    trace::write(NewNode {
+        operands: operands.to_vec(),
+        shape: contraction.result.iter().map(size).collect(),
+        dtype: a.dtype(),
+        links,
+        op: Op::Contract(contraction),
+        linearity: Linearity::Each,
+        at,
+    })
 }

@@ -4,13 +4,12 @@ use std::ops::Range;
 use std::panic::Location;
 
 use mpmd_layout::aval::{DType, ShapedArray};
-use mpmd_layout::sharding::{
-    DimensionLinks, Linearity, OperandDimension, Sharding, Spec, SpecEntry,
-};
+use mpmd_layout::sharding::{DimensionLinks, Linearity, OperandDimension};
 
 use super::dims::dim;
 use super::expr::{Expr, Operand, check_dtype, constant, dtypes_differ};
 use super::node::{Node, Op, Scalar};
+use super::reshaped::reshaped;
 use super::trace::{self, NewNode, fail};
 
 impl Expr {
@@ -32,10 +31,10 @@ impl Expr {
             }
             Err(why) => return fail(at, format!("transpose: {why}")),
         };
-        let shape: Vec<usize> = dims.iter().map(|dim| aval.shape()[*dim]).collect();
         trace::write(NewNode {
-            operands: vec![self.id()],
-            aval: ShapedArray::new(&shape, aval.dtype()),
+            operands: vec![self],
+            shape: dims.iter().map(|dim| aval.shape()[*dim]).collect(),
+            dtype: aval.dtype(),
             links: DimensionLinks {
                 operands: vec![(0..rank).map(OperandDimension::Linked).collect()],
                 results: vec![dims.iter().copied().map(Some).collect()],
@@ -143,17 +142,15 @@ impl Expr {
             operands: vec![linked.collect()],
             results: vec![(0..shape.len()).map(Some).collect()],
         };
-        match ShapedArray::try_new(shape, aval.dtype()) {
-            Err(why) => fail(at, format!("broadcast_to: {why}")),
-            Ok(aval) => trace::write(NewNode {
-                op: Op::Broadcast,
-                operands: vec![self.id()],
-                aval,
-                links,
-                linearity: Linearity::Joint,
-                at,
-            }),
-        }
+        trace::write(NewNode {
+            op: Op::Broadcast,
+            operands: vec![self],
+            shape: shape.to_vec(),
+            dtype: aval.dtype(),
+            links,
+            linearity: Linearity::Joint,
+            at,
+        })
     }
 
     /// Returns the elements in a range of a dimension, which may not be divided.
@@ -261,17 +258,15 @@ impl Expr {
             &aval.shape()[along + 1..],
         ]
         .concat();
-        match ShapedArray::try_new(&shape, aval.dtype()) {
-            Err(why) => fail(at, format!("take: {why}")),
-            Ok(aval) => trace::write(NewNode {
-                op: Op::Take { dim: along },
-                operands: vec![self.id(), indices.id()],
-                aval,
-                links,
-                linearity: Linearity::First,
-                at,
-            }),
-        }
+        trace::write(NewNode {
+            op: Op::Take { dim: along },
+            operands: vec![self, indices],
+            shape,
+            dtype: aval.dtype(),
+            links,
+            linearity: Linearity::First,
+            at,
+        })
     }
 
     /// Returns for each whole number `i` a row of `classes` elements with 1 at index `i` and 0
@@ -288,21 +283,18 @@ impl Expr {
             return fail(at, why);
         }
         let rank = aval.ndim();
-        let shape = [aval.shape(), &[classes]].concat();
-        match ShapedArray::try_new(&shape, dtype) {
-            Err(why) => fail(at, format!("one_hot: {why}")),
-            Ok(aval) => trace::write(NewNode {
-                op: Op::OneHot,
-                operands: vec![self.id()],
-                aval,
-                links: DimensionLinks {
-                    operands: vec![(0..rank).map(OperandDimension::Linked).collect()],
-                    results: vec![(0..rank).map(Some).chain([None]).collect()],
-                },
-                linearity: Linearity::None,
-                at,
-            }),
-        }
+        trace::write(NewNode {
+            op: Op::OneHot,
+            operands: vec![self],
+            shape: [aval.shape(), &[classes]].concat(),
+            dtype,
+            links: DimensionLinks {
+                operands: vec![(0..rank).map(OperandDimension::Linked).collect()],
+                results: vec![(0..rank).map(Some).chain([None]).collect()],
+            },
+            linearity: Linearity::None,
+            at,
+        })
     }
 
     /// Returns an array of this shape and dtype in which each element is `value`. It has no
@@ -334,7 +326,8 @@ pub fn concatenate(arrays: &[Expr], along: isize) -> Expr {
         Ok(along) => along,
         Err(why) => return fail(at, format!("concatenate: {why}")),
     };
-    let mut size = 0;
+    // A size that is too large is refused with the shape.
+    let mut size = 0usize;
     for array in arrays {
         let other = array.node(at).aval;
         if other.dtype() != aval.dtype() {
@@ -345,7 +338,7 @@ pub fn concatenate(arrays: &[Expr], along: isize) -> Expr {
             let why = format!("{aval} and {other} differ in more than dimension {along}");
             return fail(at, format!("concatenate: {why}"));
         }
-        size += other.shape()[along];
+        size = other.shape()[along].saturating_add(size);
     }
     let op = Op::Concatenate { dim: along };
     resized(op, arrays, along, size, Linearity::Joint, at)
@@ -402,148 +395,13 @@ fn resized(
                 .collect(),
         ],
     };
-    match ShapedArray::try_new(&shape, aval.dtype()) {
-        Err(why) => fail(at, format!("{}: {why}", op.name())),
-        Ok(aval) => trace::write(NewNode {
-            op,
-            operands: operands.iter().map(|expr| expr.id()).collect(),
-            aval,
-            links,
-            linearity,
-            at,
-        }),
-    }
-}
-
-/// Returns the sharding of an array after a change of its shape `from` to `to`. Dimensions are
-/// compared in the smallest groups with equally many elements. Only the first dimension of a group
-/// that has a size other than 1 may be divided, since its parts are contiguous.
-fn reshaped(from: &[usize], to: &[usize], sharding: &Sharding) -> Result<Sharding, String> {
-    let (Some(mesh), Some(spec)) = (sharding.mesh(), sharding.spec()) else {
-        return Ok(sharding.clone());
-    };
-    let none = SpecEntry::None;
-    let entry = |dim: usize| spec.entries().get(dim).unwrap_or(&none);
-    let mut entries = vec![SpecEntry::None; to.len()];
-    for (olds, news) in groups(from, to) {
-        // Axes of size 1 divide dimensions of size 1, too.
-        let is_divided = |dim: &usize| !entry(*dim).axes().is_empty();
-        let first = olds.clone().find(|dim| from[*dim] != 1 || is_divided(dim));
-        if let Some(dim) = olds
-            .clone()
-            .find(|dim| is_divided(dim) && Some(*dim) != first)
-        {
-            let axes = entry(dim).axes().join(", ");
-            return Err(format!(
-                "dimension {dim} is divided over {axes}, and is not kept"
-            ));
-        }
-        let Some(first) = first.filter(|dim| is_divided(dim)) else {
-            continue;
-        };
-        let parts: usize = entry(first)
-            .axes()
-            .iter()
-            .map(|axis| mesh.axis_size(axis).unwrap_or(1))
-            .product();
-        let mut longer = news.clone().filter(|dim| to[*dim] != 1);
-        match longer.next().or(news.clone().next()) {
-            Some(new) if to[new].is_multiple_of(parts) => entries[new] = entry(first).clone(),
-            _ => {
-                return Err(format!(
-                    "dimension {first} has {parts} parts, which the new dimensions do not have"
-                ));
-            }
-        }
-    }
-    while entries.last() == Some(&SpecEntry::None) {
-        entries.pop();
-    }
-    let axes: Vec<&str> = sharding
-        .unreduced_axes()
-        .iter()
-        .map(String::as_str)
-        .collect();
-    let sharding = mesh.sharding(Spec::new(entries));
-    sharding.unreduced(&axes).map_err(|why| why.to_string())
-}
-
-/// Parts the dimensions of two shapes into the smallest groups with equally many elements, in
-/// order.
-fn groups(from: &[usize], to: &[usize]) -> Vec<(Range<usize>, Range<usize>)> {
-    /// A number that divides no usual size, in place of 0.
-    const EMPTY: u128 = 1_000_003;
-
-    // An empty dimension goes with an empty one.
-    let size = |size: usize| if size == 0 { EMPTY } else { size as u128 };
-    let mut groups = Vec::new();
-    let (mut old, mut new) = (0, 0);
-    while old < from.len() || new < to.len() {
-        let starts = (old, new);
-        let (mut olds, mut news) = (1u128, 1u128);
-        loop {
-            match olds <= news && old < from.len() && (olds < news || old == starts.0) {
-                true => {
-                    olds = olds.saturating_mul(size(from[old]));
-                    old += 1;
-                }
-                false if new < to.len() && (news < olds || new == starts.1) => {
-                    news = news.saturating_mul(size(to[new]));
-                    new += 1;
-                }
-                false => break,
-            }
-        }
-        groups.push((starts.0..old, starts.1..new));
-    }
-    groups
-}
-
-#[cfg(test)]
-mod tests {
-    use mpmd_layout::spec;
-    use mpmd_layout::topology::{DeviceId, Mesh};
-
-    use super::*;
-
-    #[test]
-    fn groups_are_small_and_cover_all_dimensions() {
-        for (from, to, expected) in [
-            (&[8, 4][..], &[32][..], vec![(0..2, 0..1)]),
-            (&[8, 4], &[8, 2, 2], vec![(0..1, 0..1), (1..2, 1..3)]),
-            (&[8, 4], &[1, 8, 4], vec![(0..1, 0..2), (1..2, 2..3)]),
-            (&[6, 4], &[4, 6], vec![(0..2, 0..2)]),
-            (&[], &[1, 1], vec![(0..0, 0..1), (0..0, 1..2)]),
-            (&[0, 4], &[2, 0], vec![(0..2, 0..2)]),
-            (&[0, 4], &[0, 4], vec![(0..1, 0..1), (1..2, 1..2)]),
-        ] {
-            let found = groups(from, to);
-            assert_eq!(found, expected, "{from:?} {to:?}");
-        }
-    }
-
-    #[test]
-    fn first_dimension_of_a_group_stays_divided() {
-        let mesh = Mesh::new(&[("x", 2), ("y", 2)], (0..4).map(DeviceId).collect()).unwrap();
-        let shard = |spec: Spec| mesh.sharding(spec);
-        for (from, to, before, after) in [
-            (&[8, 4][..], &[32][..], spec!["x"], Some(spec!["x"])),
-            (&[8, 4], &[32], spec![None, "x"], None),
-            (&[32], &[8, 4], spec![("x", "y")], Some(spec![("x", "y")])),
-            (&[32], &[2, 16], spec![("x", "y")], None),
-            (
-                &[8, 4],
-                &[8, 1, 4],
-                spec!["x", "y"],
-                Some(spec!["x", None, "y"]),
-            ),
-            (&[1, 8], &[8, 1], spec![None, "y"], Some(spec!["y"])),
-            (&[8, 4, 2], &[8, 8], spec!["x", "y"], Some(spec!["x", "y"])),
-        ] {
-            let found = reshaped(from, to, &shard(before)).ok();
-            assert_eq!(found, after.map(shard), "{from:?} {to:?}");
-        }
-        let sum = shard(spec!["x"]).unreduced(&["y"]).unwrap();
-        assert_eq!(reshaped(&[8, 4], &[32], &sum), Ok(sum.clone()));
-    }
+    trace::write(NewNode {
+        op,
+        operands: operands.to_vec(),
+        shape,
+        dtype: aval.dtype(),
+        links,
+        linearity,
+        at,
+    })
 }

@@ -37,8 +37,9 @@ pub(super) struct TraceError {
 /// A node that is to be written.
 pub(super) struct NewNode {
     pub(super) op: Op,
-    pub(super) operands: Vec<NodeId>,
-    pub(super) aval: ShapedArray,
+    pub(super) operands: Vec<Expr>,
+    pub(super) shape: Vec<usize>,
+    pub(super) dtype: DType,
     pub(super) links: DimensionLinks,
     pub(super) linearity: Linearity,
     pub(super) at: &'static Location<'static>,
@@ -157,7 +158,12 @@ impl Trace {
         if self.error.is_some() {
             return self.push(nothing(new.at));
         }
-        let operands = new.operands.iter().map(|id| &self.nodes[*id]);
+        let aval = match ShapedArray::try_new(&new.shape, new.dtype) {
+            Ok(aval) => aval,
+            Err(why) => return self.fail(new.at, format!("{}: {why}", new.op.name())),
+        };
+        let ids: Vec<NodeId> = new.operands.iter().map(|expr| expr.id()).collect();
+        let operands = ids.iter().map(|id| &self.nodes[*id]);
         let level = operands.clone().map(|node| node.level).max().unwrap_or(0);
         let shardings: Vec<Option<&Sharding>> =
             operands.map(|node| node.sharding.as_ref()).collect();
@@ -176,14 +182,14 @@ impl Trace {
             }
         };
         // The division of a size that its result does not have evenly.
-        if let Some(Err(why)) = sharding.as_ref().map(|it| it.layout(new.aval.shape())) {
+        if let Some(Err(why)) = sharding.as_ref().map(|it| it.layout(aval.shape())) {
             let why = format!("{}: {why}", new.op.name());
             return self.fail(new.at, why);
         }
         self.push(Node {
             op: new.op,
-            operands: new.operands,
-            aval: new.aval,
+            operands: ids,
+            aval,
             sharding,
             parts,
             level,
@@ -193,8 +199,8 @@ impl Trace {
 
     /// Describes a conflict with the operands and their lines.
     fn conflict(&self, new: &NewNode, why: &dyn fmt::Display) -> String {
-        let operand = |(index, id): (usize, &NodeId)| {
-            let node = &self.nodes[*id];
+        let operand = |(index, expr): (usize, &Expr)| {
+            let node = &self.nodes[expr.id()];
             let sharding = match &node.sharding {
                 Some(sharding) => format!(" {}", placement(sharding)),
                 None => String::new(),

@@ -66,7 +66,7 @@ impl<'a> ComputeInputs<'a> for &'a Vec<MpmdArray> {
 }
 
 macro_rules! tuples {
-    ($($count:literal: $($name:ident $index:tt)+;)*) => {$(
+    ($($($name:ident $index:tt)+;)*) => {$(
         impl<'a> ComputeInputs<'a> for ($(tuples!(@array 'a $name),)+) {
             type Exprs = ($(tuples!(@expr $name),)+);
 
@@ -84,12 +84,12 @@ macro_rules! tuples {
 }
 
 tuples! {
-    1: A 0;
-    2: A 0 B 1;
-    3: A 0 B 1 C 2;
-    4: A 0 B 1 C 2 D 3;
-    5: A 0 B 1 C 2 D 3 E 4;
-    6: A 0 B 1 C 2 D 3 E 4 F 5;
+    A 0;
+    A 0 B 1;
+    A 0 B 1 C 2;
+    A 0 B 1 C 2 D 3;
+    A 0 B 1 C 2 D 3 E 4;
+    A 0 B 1 C 2 D 3 E 4 F 5;
 }
 
 /// The results of a function that `compute` traces: an expression, a tuple of up to four results,

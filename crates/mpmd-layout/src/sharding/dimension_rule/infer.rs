@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::bound::{BoundRule, RuleArray, RulePlace};
+use super::bound::{RuleArray, RulePlace};
 use crate::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
@@ -138,30 +138,14 @@ pub enum OperandDimension {
 
 /// How the dimensions of a computation's operands and results belong together, by number.
 ///
-/// A [`BoundRule`] has such links. A computation that no rule describes, such as one that cuts a
-/// dimension to another size, has them all the same.
+/// A [`BoundRule`](super::BoundRule) has such links. A computation that no rule describes, such as
+/// one that cuts a dimension to another size, has them all the same.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct DimensionLinks {
     /// The dimensions of each operand.
     pub operands: Vec<Vec<OperandDimension>>,
     /// The dimensions of each result, by number. `None` for one that is never divided.
     pub results: Vec<Vec<Option<usize>>>,
-}
-
-impl BoundRule {
-    /// Returns the shardings of the results: see [`DimensionLinks::infer`].
-    ///
-    /// # Errors
-    ///
-    /// Those of `DimensionLinks::infer`.
-    pub fn infer(
-        &self,
-        mesh: &Mesh,
-        operands: &[Option<&Sharding>],
-        linearity: Linearity,
-    ) -> Result<ComputedShardings, ShardingConflict> {
-        self.links().infer(mesh, operands, linearity)
-    }
 }
 
 impl DimensionLinks {
@@ -386,7 +370,7 @@ mod tests {
         let rule: DimensionRule = rule.parse().unwrap();
         let bound = rule.bind(shapes, &[result]).unwrap();
         let shardings: Vec<_> = shardings.iter().map(Option::as_ref).collect();
-        let inferred = bound.infer(&mesh(), &shardings, linearity);
+        let inferred = bound.links().infer(&mesh(), &shardings, linearity);
         let mut inferred = inferred.map_err(|why| why.to_string())?;
         Ok(inferred.results.remove(0))
     }

@@ -6,8 +6,10 @@ mod elements;
 mod reduce;
 mod reshape;
 
+use std::borrow::Cow;
+
 use mpmd_layout::aval::DType;
-use mpmd_layout::random::{normal_f32, normal_f64, uniform_f32, uniform_f64};
+use mpmd_layout::random::{Key, normal_f32, normal_f64, uniform_f32, uniform_f64};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 
@@ -17,7 +19,6 @@ use super::kernel::Step;
 use super::node::{Distribution, Op};
 use crate::error::{Error, Result};
 use block::{offset, unsupported};
-use mpmd_layout::random::Key;
 
 /// The values of a kernel's inputs and steps on one device.
 pub(super) struct Evaluation<'a> {
@@ -46,12 +47,12 @@ impl<'a> Evaluation<'a> {
             let value = self.value(operand.place)?;
             match operand.cut(self.device) {
                 // Whole values, such as host values, have the region of the whole array.
-                Some((own, part)) => Ok(Operand::Cut(value.cut(&own, &part)?)),
-                None => Ok(Operand::Own(value)),
+                Some((own, part)) => Ok(Cow::Owned(value.cut(&own, &part)?)),
+                None => Ok(Cow::Borrowed(value)),
             }
         });
-        let operands = operands.collect::<Result<Vec<_>>>()?;
-        let blocks: Vec<&Block<'_>> = operands.iter().map(Operand::block).collect();
+        let operands: Vec<Cow<'_, Block<'_>>> = operands.collect::<Result<_>>()?;
+        let blocks: Vec<&Block<'_>> = operands.iter().map(|operand| &**operand).collect();
         let region = step.region(self.device);
         let computed = compute(step, &region, &blocks)?;
         drop(blocks);
@@ -71,21 +72,6 @@ impl<'a> Evaluation<'a> {
     pub(super) fn value(&self, place: usize) -> Result<&Block<'a>> {
         let value = self.values.get(place).and_then(Option::as_ref);
         value.ok_or_else(|| Error::kernel("a value of a traced function is missing"))
-    }
-}
-
-/// An operand of a step: the value, or its part.
-enum Operand<'v, 'a> {
-    Own(&'v Block<'a>),
-    Cut(Block<'static>),
-}
-
-impl<'a> Operand<'_, 'a> {
-    fn block(&self) -> &Block<'a> {
-        match self {
-            Self::Own(block) => block,
-            Self::Cut(block) => block,
-        }
     }
 }
 
