@@ -14,7 +14,7 @@ use mpmd_launch::LaunchError;
 use mpmd_layout::aval::{AvalError, DType};
 use mpmd_layout::reshard::ReshardError;
 use mpmd_layout::sharding::rules::RulesError;
-use mpmd_layout::sharding::{DimensionMisfit, ShardingError};
+use mpmd_layout::sharding::{DimensionMisfit, ShardingConflict, ShardingError};
 use mpmd_layout::topology::MeshError;
 use mpmd_layout::tree::TreeError;
 use mpmd_rendezvous::{RendezvousError, TokenError};
@@ -305,7 +305,8 @@ pub enum IssueProblem {
     /// A tree does not fit its prefix, or a path names no leaf.
     #[error("{0}")]
     Tree(TreeError),
-    /// [`JitBuilder::build`](crate::JitBuilder::build) was called without output shardings.
+    /// [`JitBuilder::build`](crate::JitBuilder::build) was called without output shardings
+    /// for a kernel without a [rule](crate::kernel::Kernel::rule).
     #[error("missing output shardings: call `.outputs(…)` before `.build()`")]
     MissingOutputs,
     /// [`JitBuilder::build`](crate::JitBuilder::build) was called without a mesh, or an output
@@ -359,6 +360,15 @@ pub enum IssueProblem {
         /// The misfit.
         why: Box<DimensionMisfit>,
         /// The shardings of all inputs and outputs.
+        arrays: String,
+    },
+    /// No output shardings were declared, and none follow from the inputs by the kernel's
+    /// [rule](crate::kernel::Kernel::rule).
+    #[error("{why}: {arrays}. Move an input with device_put before, or declare `.outputs(…)`")]
+    OutputsByRule {
+        /// The conflict.
+        why: Box<ShardingConflict>,
+        /// The shardings of all inputs.
         arrays: String,
     },
     /// An expression of a function that [`compute`](crate::Program::compute) traces does not fit.

@@ -139,6 +139,7 @@ impl<W: HostWork> Kernel for HostKernel<W> {
 
     fn rule(&self) -> Option<DimensionRule> {
         match &self.rule {
+            // `infer` refuses a rule that cannot be read.
             Some(rule) => rule.clone().ok(),
             None => self.work.rule(),
         }

@@ -439,3 +439,44 @@ fn closures_compute_the_same_on_cuda_devices() {
         assert!(cold.contains("too cold"), "{cold}");
     }
 }
+
+#[test]
+fn output_shardings_follow_from_the_rule() {
+    let _limit = watchdog(60);
+    let results = mpmd_core::simulate(2, 4, 7, |p| {
+        let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
+        let array = MpmdArray::from_slice(&[4, 4], &[1.0f32; 16])?;
+        let columns = mesh.sharding(spec![None, "x"]);
+        let (rows, columns) = (
+            p.device_put(&array, mesh.sharding(spec!["x"]))?,
+            p.device_put(&array, &columns)?,
+        );
+        let add = p
+            .jit(elementwise(|x: f32, y: f32| x + y))
+            .on(&mesh)
+            .build()?;
+        // Of the host value, each device gets the part that it needs.
+        let sum = add.call(p, (rows.clone(), array.clone()))?;
+        assert_eq!(sum.sharding(), rows.sharding());
+
+        let product = p.jit(mpmd_core::kernel::matmul()).on(&mesh).build()?;
+        let partial = product.call(p, (columns.clone(), rows.clone()))?;
+        assert_eq!(partial.sharding().unwrap().unreduced_axes(), ["x"]);
+        let total = p.device_put(&partial, mesh.replicated())?;
+        assert_eq!(total.to_host()?.unwrap().to_vec::<f32>()?, [4.0; 16]);
+
+        let conflict = add.call(p, (rows, columns)).unwrap_err().to_string();
+        let partial = add
+            .call(p, (partial.clone(), partial))
+            .unwrap_err()
+            .to_string();
+        Ok([conflict, partial])
+    });
+    for result in results {
+        let [conflict, partial] = result.unwrap();
+        let expected = "both dimension 0 of input 0 and dimension 1 of input 1 are divided over \
+                        `x`: input 0 is P(x), input 1 is P(None, x)";
+        assert!(conflict.contains(expected), "{conflict}");
+        assert!(partial.contains("partial sums"), "{partial}");
+    }
+}

@@ -94,8 +94,10 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// Sets the shardings of the outputs: one for all, or a tree prefix. Required. Unreduced axes
-    /// declare that the kernel writes partial sums over them.
+    /// Sets the shardings of the outputs: one for all, or a tree prefix. Unreduced axes declare
+    /// that the kernel writes partial sums over them. Without it, the shardings follow from those
+    /// of each call's inputs by the kernel's [rule](Kernel::rule); a kernel without a rule needs
+    /// it.
     pub fn outputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
         self.settings.outputs = Some(shardings.into());
         self
@@ -115,8 +117,8 @@ impl<K: Kernel> JitBuilder<K> {
     ///
     /// # Errors
     ///
-    /// If the mesh or the output shardings are missing. If an output sharding is in host memory, or
-    /// is not on exactly the mesh's devices.
+    /// If the mesh is missing, or the output shardings of a kernel without a rule. If an output
+    /// sharding is in host memory, or is not on exactly the mesh's devices.
     #[track_caller]
     pub fn build(self) -> Result<Jit<K>> {
         let untyped = self
@@ -140,10 +142,13 @@ impl JitSettings {
         let mesh = self.mesh.ok_or_else(|| {
             IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call)
         })?;
-        let outputs = self
-            .outputs
-            .ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
-        plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
+        match &self.outputs {
+            Some(outputs) => {
+                plan::check_outputs(outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
+            }
+            None if kernel.rule().is_some() => {}
+            None => return Err(IssueProblem::MissingOutputs.at(at, &call)),
+        }
 
         let runtime = self.program.upgrade();
         let warm = runtime
@@ -157,7 +162,7 @@ impl JitSettings {
                 mesh,
                 inputs: self.inputs,
                 partial_sums: self.partial_sums,
-                outputs,
+                outputs: self.outputs,
                 donate: self.donate,
             },
             program: self.program,

@@ -9,7 +9,7 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 
 use super::call::DeviceCall;
-use super::dimensions::check_dimensions;
+use super::dimensions::{check_dimensions, shardings_by_rule};
 use super::prepared::{DeviceSlots, PreparedCalls};
 use super::settings::KernelSettings;
 use super::unchanged_inputs::UnchangedInputs;
@@ -376,14 +376,13 @@ impl CallPlan {
             shapes: output_shapes,
         } = signature.outputs;
         let what = Arc::new(CallWhat::of(jit, leaves));
-        let mut outputs = output_plans(
-            jit,
-            runtime,
-            &output_structure,
-            &output_paths,
-            &output_shapes,
-            &what,
-        )?;
+        let shardings = match &jit.outputs {
+            Some(declared) => declared
+                .broadcast(&output_structure)
+                .map_err(IssueProblem::Tree)?,
+            None => shardings_by_rule(&*jit.kernel, &jit.mesh, leaves, &output_shapes)?,
+        };
+        let mut outputs = output_plans(runtime, &output_paths, &output_shapes, shardings, &what)?;
         let mut inputs = input_plans(jit, &input_structure, leaves)?;
         let made: Vec<&Made> = outputs.iter().map(|output| &*output.made).collect();
         let parts = check_dimensions(&*jit.kernel, leaves, &made)?;
@@ -449,20 +448,14 @@ impl CallPlan {
     }
 }
 
-/// Returns the plans of outputs with these shapes, in the kernel's output shardings.
+/// Returns the plans of outputs with these shapes and shardings.
 fn output_plans(
-    jit: &KernelSettings,
     runtime: &Arc<Runtime>,
-    structure: &Structure,
     paths: &[String],
     avals: &[ShapedArray],
+    shardings: Vec<Sharding>,
     what: &Arc<CallWhat>,
 ) -> PlanResult<Vec<OutputPlan>> {
-    let shardings = jit
-        .outputs
-        .broadcast(structure)
-        .map_err(IssueProblem::Tree)?;
-
     let mut outputs = Vec::new();
     for ((path, aval), sharding) in paths.iter().zip(avals).zip(shardings) {
         let layout = sharding

@@ -15,7 +15,8 @@ pub(super) struct KernelSettings {
     pub(super) inputs: Option<PrefixTree<Sharding>>,
     /// The path of inputs that may be partial sums although `inputs` does not declare them.
     pub(super) partial_sums: Option<&'static str>,
-    pub(super) outputs: PrefixTree<Sharding>,
+    /// The shardings of the outputs. `None` if they follow from the kernel's rule.
+    pub(super) outputs: Option<PrefixTree<Sharding>>,
     /// The paths of the inputs that are donated with each call.
     pub(super) donate: Vec<String>,
 }

@@ -203,7 +203,7 @@ impl UntypedJit {
                 kernel: self.settings.kernel.clone(),
                 inputs: None,
                 partial_sums: None,
-                outputs: mesh.replicated().into(),
+                outputs: Some(mesh.replicated().into()),
                 mesh,
                 donate: Vec::new(),
             },
