@@ -7,9 +7,9 @@
 use std::collections::BTreeMap;
 
 use crate::common::watchdog;
-use mpmd_core::compute::{Expr, concatenate, einsum};
+use crate::compute_functions::{Input, InputSpec, Step, apply, sharding, values};
+use mpmd_core::compute::Expr;
 use mpmd_core::prelude::*;
-use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
 use mpmd_core::topology::Mesh;
 use serde::Deserialize;
 
@@ -19,48 +19,6 @@ struct Function {
     inputs: Vec<Input>,
     steps: Vec<Step>,
     last: Last,
-}
-
-#[derive(Deserialize)]
-struct Input {
-    shape: Vec<usize>,
-    spec: InputSpec,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum InputSpec {
-    Placed(Vec<Vec<String>>),
-    /// The word "host".
-    Host(#[expect(dead_code, reason = "only its presence counts")] String),
-}
-
-#[derive(Clone, Deserialize)]
-struct Step {
-    op: String,
-    args: Vec<usize>,
-    #[serde(default)]
-    dims: Vec<isize>,
-    #[serde(default)]
-    dim: isize,
-    #[serde(default)]
-    order: Vec<isize>,
-    #[serde(default)]
-    shape: Vec<usize>,
-    #[serde(default)]
-    range: (usize, usize),
-    #[serde(default)]
-    text: String,
-    #[serde(default)]
-    before: usize,
-    #[serde(default)]
-    after: usize,
-    #[serde(default)]
-    value: f64,
-    #[serde(default)]
-    by: f64,
-    /// The sharding that JAX gives the value; `None` if it refuses the step.
-    spec: Option<Vec<Vec<String>>>,
 }
 
 #[derive(Deserialize)]
@@ -96,55 +54,16 @@ const MOVED_BY_JAX: [&str; 9] = [
     "softmax",
 ];
 
-/// Returns the result of a step.
-fn apply(step: &Step, made: &[Expr]) -> Expr {
-    let args: Vec<Expr> = step.args.iter().map(|arg| made[*arg]).collect();
-    let x = args[0];
-    match step.op.as_str() {
-        "add" => x + args[1],
-        "mul" => x * args[1],
-        "sub" => x - args[1],
-        "maximum" => x.maximum(args[1]),
-        "tanh" => x.tanh(),
-        "neg" => -x,
-        "abs" => x.abs(),
-        "sigmoid" => x.sigmoid(),
-        "scale" => x * step.by,
-        "sum" => x.sum(&step.dims[..]),
-        "max" => x.max(&step.dims[..]),
-        "argmax" => x.argmax(step.dims[0]).cast(DType::F32),
-        "softmax" => x.softmax(step.dims[0]),
-        "matmul" => x.matmul(args[1]),
-        "einsum" => einsum(&step.text, x, args[1]),
-        "transpose" => x.transpose(&step.order),
-        "reshape" => x.reshape(&step.shape),
-        "expand" => x.expand(step.dim),
-        "broadcast" => x.broadcast_to(&step.shape),
-        "slice" => x.slice(step.dim, step.range.0..step.range.1),
-        "pad" => x.pad(step.dim, step.before, step.after, step.value),
-        "concatenate" => concatenate(&args, step.dim),
-        "select" => x.greater(0.0).select(args[1], args[2]),
-        other => panic!("{other}"),
-    }
-}
-
-fn sharding(mesh: &Mesh, spec: &[Vec<String>]) -> Sharding {
-    let entries = spec.iter().map(|axes| SpecEntry::from(axes.clone()));
-    mesh.sharding(Spec::new(entries.collect()))
-}
-
-/// Returns the elements that the generator gives input number `number`.
-fn values(shape: &[usize], number: usize) -> Vec<f32> {
-    let value = |i: usize| ((i * 7 + 3 * number) % 11) as f32 / 4.0 - 1.25;
-    (0..shape.iter().product()).map(value).collect()
-}
-
 /// Computes a function step by step, and then as a whole. Returns how its steps differ from JAX.
 fn compare(p: &mut Program, mesh: &Mesh, function: &Function) -> Result<Vec<(Difference, String)>> {
     let seed = function.seed;
     let mut inputs = Vec::new();
     for (number, input) in function.inputs.iter().enumerate() {
-        let host = MpmdArray::from_slice(&input.shape, &values(&input.shape, number))?;
+        let list: Vec<f32> = values(&input.shape, number)
+            .iter()
+            .map(|x| *x as f32)
+            .collect();
+        let host = MpmdArray::from_slice(&input.shape, &list)?;
         inputs.push(match &input.spec {
             InputSpec::Placed(spec) => p.device_put(&host, sharding(mesh, spec))?,
             InputSpec::Host(_) => host,

@@ -18,6 +18,8 @@ mod closures;
 mod collectives;
 mod commits;
 mod compute;
+mod compute_functions;
+mod compute_gradients;
 mod compute_oracle;
 mod corners;
 mod cuda_calls;

@@ -79,6 +79,8 @@ programs! {
     Once first::shards_of_a_handle,
     Once first::used_after_donation,
     Once functions::exponential_of_a_partial_sum,
+    Once functions::gradient_by_indices,
+    Once functions::gradient_of_rows,
     Once functions::largest_of_a_divided_dimension,
     Once functions::number_of_another_dtype,
     Once functions::rows_times_columns_of_one_axis,

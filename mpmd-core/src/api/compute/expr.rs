@@ -98,7 +98,7 @@ impl Expr {
         if let Err(why) = sharding.layout(node.aval.shape()) {
             return fail(at, format!("to: {why}"));
         }
-        trace::write_placed(Node {
+        trace::write_move(Node {
             op: Op::Move,
             operands: vec![self.id],
             aval: node.aval,

@@ -1,5 +1,6 @@
 //! The kernel of a traced function: computes its nodes on the part of each device.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::panic::Location;
 use std::sync::Arc;
@@ -81,7 +82,12 @@ impl ComputeKernel {
         at: &'static Location<'static>,
     ) -> Result<Self> {
         let order: Vec<NodeId> = part.inputs.iter().chain(&part.computed).copied().collect();
-        let place = |id: NodeId| order.iter().position(|other| *other == id).unwrap_or(0);
+        let places: BTreeMap<NodeId, usize> = order
+            .iter()
+            .enumerate()
+            .map(|(place, id)| (*id, place))
+            .collect();
+        let place = |id: NodeId| places.get(&id).copied().unwrap_or(0);
         let layout = |sharding: Option<&Sharding>, shape: &[usize]| {
             let layout = sharding.map(|sharding| sharding.layout(shape)).transpose();
             layout.map_err(|why| Error::kernel(why.to_string()))

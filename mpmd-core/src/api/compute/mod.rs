@@ -11,6 +11,8 @@
 mod dims;
 mod eval;
 mod expr;
+mod gradient;
+mod indexed;
 mod kernel;
 mod node;
 mod operators;

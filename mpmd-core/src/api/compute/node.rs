@@ -126,8 +126,25 @@ pub(super) enum Op {
     Take {
         dim: usize,
     },
+    /// Takes along dimension `dim` the elements at the indices of the second operand, which has one
+    /// for each element of the result.
+    TakeAlong {
+        dim: usize,
+    },
+    /// Sums the elements of the first operand, each into the index along `dim` that the element of
+    /// the second operand at its place is.
+    SumAlong {
+        dim: usize,
+    },
+    /// Sums the parts of the first operand, at the dimensions from `dim` on that the second operand
+    /// has, into the one that its element there names.
+    SegmentSum {
+        dim: usize,
+    },
     /// 1 at the index that each element is, along a new last dimension.
     OneHot,
+    /// The operand, without its gradient.
+    StopGradient,
     /// Moves the operand to the node's sharding.
     Move,
 }
@@ -145,6 +162,8 @@ impl Op {
             Self::Pad { .. } => "pad".to_owned(),
             Self::Concatenate { .. } => "concatenate".to_owned(),
             Self::Take { .. } => "take".to_owned(),
+            Self::TakeAlong { .. } | Self::SumAlong { .. } => "take_along".to_owned(),
+            Self::SegmentSum { .. } => "segment_sum".to_owned(),
             Self::ArgMax { .. } => "argmax".to_owned(),
             Self::Transpose(_) => "transpose".to_owned(),
             Self::OneHot => "one_hot".to_owned(),

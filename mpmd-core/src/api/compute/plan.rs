@@ -65,14 +65,16 @@ where
         fn(&mut Program, Option<&Mesh>, &I, F, &'static Location<'static>) -> Result<A>;
 
     let wrong = |why: &str| IssueProblem::Compute(why.to_owned()).at(at, "compute");
-    let arrays = inputs.arrays();
+    let (mut arrays, mut lengths) = (Vec::new(), Vec::new());
+    inputs.push_to(&mut arrays, &mut lengths);
     let this: Run<I, O::Arrays, F> = run::<I, O, F>;
-    let key = (size_of::<F>() == 0).then(|| function_key(this as usize, mesh, &arrays, at));
+    let key = || function_key(this as usize, mesh, &arrays, &lengths, at);
+    let key = (size_of::<F>() == 0).then(key);
     let known = key.and_then(|key| program.computed.get::<TracedFunction>(key));
     let traced = match known {
         Some(traced) => traced,
         None => {
-            let traced = Arc::new(traced(program, mesh, inputs, function, at)?);
+            let traced = Arc::new(traced(program, mesh, inputs, &arrays, function, at)?);
             if let Some(key) = key {
                 program.computed.insert(key, traced.clone());
             }
@@ -96,6 +98,7 @@ fn function_key(
     function: usize,
     mesh: Option<&Mesh>,
     arrays: &[&MpmdArray],
+    lengths: &[usize],
     at: &'static Location<'static>,
 ) -> u128 {
     let place = std::ptr::from_ref(at).addr();
@@ -104,6 +107,7 @@ fn function_key(
         .mix(function as u64)
         .mix(place as u64)
         .mix(mesh);
+    let hash = lengths.iter().fold(hash, |hash, len| hash.mix(*len as u64));
     let hash = arrays.iter().fold(hash, |hash, array| {
         let sharding = array.sharding().map_or(0, Sharding::fingerprint);
         let hash = hash.mix(array.dtype() as u64).mix(sharding);
@@ -119,24 +123,28 @@ fn traced<'a, I: ComputeInputs<'a>, O: ComputeResults>(
     program: &mut Program,
     mesh: Option<&Mesh>,
     inputs: &I,
+    arrays: &[&MpmdArray],
     function: impl FnOnce(I::Exprs) -> O,
     at: &'static Location<'static>,
 ) -> Result<TracedFunction> {
     let wrong = |why: String| IssueProblem::Compute(why).at(at, "compute");
-    let arrays = inputs.arrays();
     let nodes = arrays.iter().enumerate();
-    let nodes = nodes.map(|(index, array)| input(index, array, &arrays, at));
+    let nodes = nodes.map(|(index, array)| input(index, array, arrays, at));
     let nodes = nodes
         .collect::<std::result::Result<Vec<_>, _>>()
         .map_err(wrong)?;
 
     let failed = |error: TraceError| IssueProblem::Compute(error.why).at(error.at, "compute");
-    let function = |exprs: Vec<Expr>| function(inputs.exprs(&exprs));
+    let function = |exprs: Vec<Expr>| {
+        let exprs = inputs.exprs(&mut exprs.into_iter());
+        function(exprs.expect("there is an expression for each array"))
+    };
     let (value, trace) = trace(nodes, function).map_err(failed)?;
     let (mut exprs, mut lengths) = (Vec::new(), Vec::new());
     value.push_to(&mut exprs, &mut lengths);
-    let results = trace.ids(&exprs, at).map_err(failed)?;
-    let nodes = trace.nodes;
+    let mut results = trace.ids(&exprs, at).map_err(failed)?;
+    let mut nodes = trace.nodes;
+    skip_stops(&mut nodes, &mut results);
     let of_nodes = || nodes.iter().find_map(mesh_of);
     let mesh = mesh.or_else(of_nodes).ok_or_else(|| {
         wrong("no input is on devices: put one there, or name the mesh by `compute_on`".to_owned())
@@ -146,6 +154,23 @@ fn traced<'a, I: ComputeInputs<'a>, O: ComputeResults>(
         results,
         lengths,
     })
+}
+
+/// Replaces the values whose gradients were stopped by themselves: nothing is computed for them.
+fn skip_stops(nodes: &mut [Node], results: &mut [NodeId]) {
+    let mut real: Vec<NodeId> = (0..nodes.len()).collect();
+    for id in 0..nodes.len() {
+        let node = &mut nodes[id];
+        node.operands
+            .iter_mut()
+            .for_each(|operand| *operand = real[*operand]);
+        if let (Op::StopGradient, [operand]) = (&node.op, &node.operands[..]) {
+            real[id] = *operand;
+        }
+    }
+    results
+        .iter_mut()
+        .for_each(|result| *result = real[*result]);
 }
 
 /// Returns the node of an input, which is one of `all`.

@@ -3,7 +3,7 @@
 use std::panic::Location;
 
 use mpmd_layout::aval::{DType, ShapedArray};
-use mpmd_layout::sharding::{DimensionLinks, Linearity, OperandDimension};
+use mpmd_layout::sharding::{DimensionLinks, Linearity, OperandDimension, Sharding};
 
 use super::dims::{Dims, dim};
 use super::expr::{Expr, is_float};
@@ -105,8 +105,9 @@ impl Expr {
         if !is_float(aval.dtype()) {
             return fail(at, format!("softmax is not defined for {aval}: cast it"));
         }
-        let largest = self.reduce(Reduction::Max, along, true, at);
-        let powers = (self - largest).exp();
+        // The result does not depend on the scale.
+        let scale = self.reduce(Reduction::Max, along, true, at).stop_gradient();
+        let powers = (self - scale).exp();
         powers / powers.reduce(Reduction::Sum, along, true, at)
     }
 
@@ -125,7 +126,9 @@ impl Expr {
         // Infinite elements need no scale.
         let scale = |keeps| {
             let largest = self.reduce(Reduction::Max, along, keeps, at);
-            largest.abs().less(f64::INFINITY).select(largest, 0.0)
+            let scale = largest.abs().less(f64::INFINITY).select(largest, 0.0);
+            // The result does not depend on it.
+            scale.stop_gradient()
         };
         let powers = (self - scale(true)).exp();
         let sums = powers.reduce(Reduction::Sum, along, false, at);
@@ -133,7 +136,7 @@ impl Expr {
     }
 
     /// Reduces dimensions; the result keeps them with size 1 if `keeps` is true.
-    fn reduce(
+    pub(super) fn reduce(
         self,
         reduction: Reduction,
         dims: impl Dims,
@@ -198,7 +201,7 @@ impl Expr {
             operands: [letters(['m', 'k']), of_b],
             result: letters(['m', 'n']),
         };
-        contract("matmul", contraction, [self, other], at)
+        contract("matmul", contraction, [self, other], None, at)
     }
 }
 
@@ -258,7 +261,7 @@ impl Reduced {
 pub fn einsum(text: &str, a: Expr, b: Expr) -> Expr {
     let at = Location::caller();
     match read_contraction(text) {
-        Ok(contraction) => contract(&format!("einsum {text:?}"), contraction, [a, b], at),
+        Ok(contraction) => contract(&format!("einsum {text:?}"), contraction, [a, b], None, at),
         Err(why) => fail(at, format!("einsum {text:?}: {why}")),
     }
 }
@@ -297,11 +300,13 @@ fn read_contraction(text: &str) -> Result<Contraction, String> {
     }
 }
 
-/// Writes the product of two arrays.
-fn contract(
+/// Writes the product of two arrays. Its sharding follows also from that of `like`, an array with
+/// the dimensions of these letters.
+pub(super) fn contract(
     name: &str,
     contraction: Contraction,
     operands: [Expr; 2],
+    like: Option<(&[char], Sharding)>,
     at: &'static Location<'static>,
 ) -> Expr {
     let avals = operands.map(|expr| expr.node(at).aval);
@@ -341,8 +346,9 @@ fn contract(
             .collect(),
         results: vec![contraction.result.iter().map(place).collect()],
     };
+    let like = like.map(|(letters, sharding)| (letters.iter().map(linked).collect(), sharding));
     let size = |letter| place(letter).map_or(1, |place| sizes[place].1);
-    trace::write(NewNode {
+    let new = NewNode {
         operands: operands.to_vec(),
         shape: contraction.result.iter().map(size).collect(),
         dtype: a.dtype(),
@@ -350,5 +356,6 @@ fn contract(
         op: Op::Contract(contraction),
         linearity: Linearity::Each,
         at,
-    })
+    };
+    trace::write_like(new, like)
 }

@@ -66,6 +66,9 @@ impl Expr {
     pub fn reshape(self, shape: &[usize]) -> Self {
         let at = Location::caller();
         let node = self.node(at);
+        if node.aval.shape() == shape {
+            return self;
+        }
         let aval = match ShapedArray::try_new(shape, node.aval.dtype()) {
             Ok(aval) if aval.elements() == node.aval.elements() => aval,
             Ok(aval) => {
@@ -174,6 +177,32 @@ impl Expr {
         resized(op, &[self], along, range.len(), Linearity::Joint, at)
     }
 
+    /// Returns parts of these sizes one behind the other along a dimension, which may not be
+    /// divided. The sizes add up to that of the dimension.
+    #[track_caller]
+    #[must_use]
+    pub fn split(self, along: isize, sizes: &[usize]) -> Vec<Self> {
+        let at = Location::caller();
+        let aval = self.node(at).aval;
+        let why = match dim(along, aval.ndim()) {
+            Ok(along) if sizes.iter().sum::<usize>() == aval.shape()[along] => None,
+            Ok(along) => Some(format!(
+                "the sizes {sizes:?} do not add up to dimension {along} of {aval}"
+            )),
+            Err(why) => Some(why),
+        };
+        if let Some(why) = why {
+            return vec![fail(at, format!("split: {why}")); sizes.len()];
+        }
+        let mut start = 0;
+        let part = |size: &usize| {
+            let range = start..start + size;
+            start = range.end;
+            self.slice(along, range)
+        };
+        sizes.iter().map(part).collect()
+    }
+
     /// Puts `before` elements in front of those along a dimension and `after` behind, all with this
     /// value. The dimension may not be divided.
     #[track_caller]
@@ -207,94 +236,6 @@ impl Expr {
             value,
         };
         resized(op, &[self], along, size, linearity, at)
-    }
-
-    /// Takes the elements of a dimension at these indices, which are i32 or i64. The dimensions of
-    /// the indices replace it. It may not be divided; the indices may. An index beyond it is that
-    /// of its last element, and a negative one that of its first.
-    #[track_caller]
-    #[must_use]
-    pub fn take(self, along: isize, indices: Self) -> Self {
-        let at = Location::caller();
-        let (aval, chosen) = (self.node(at).aval, indices.node(at).aval);
-        let along = match dim(along, aval.ndim()) {
-            Ok(along) => along,
-            Err(why) => return fail(at, format!("take: {why}")),
-        };
-        if !matches!(chosen.dtype(), DType::I32 | DType::I64) {
-            return fail(
-                at,
-                format!("take: expected indices of i32 or i64, found {chosen}"),
-            );
-        }
-        if aval.shape()[along] == 0 && chosen.elements() > 0 {
-            return fail(
-                at,
-                format!("take: dimension {along} of {aval} has no elements"),
-            );
-        }
-        let rank = aval.ndim();
-        let of_indices: Vec<usize> = (rank..rank + chosen.ndim()).collect();
-        let linked = |dim| match dim == along {
-            true => OperandDimension::Whole,
-            false => OperandDimension::Linked(dim),
-        };
-        let result = (0..along)
-            .chain(of_indices.iter().copied())
-            .chain(along + 1..rank);
-        let links = DimensionLinks {
-            operands: vec![
-                (0..rank).map(linked).collect(),
-                of_indices
-                    .iter()
-                    .map(|of| OperandDimension::Linked(*of))
-                    .collect(),
-            ],
-            results: vec![result.map(Some).collect()],
-        };
-        let shape = [
-            &aval.shape()[..along],
-            chosen.shape(),
-            &aval.shape()[along + 1..],
-        ]
-        .concat();
-        trace::write(NewNode {
-            op: Op::Take { dim: along },
-            operands: vec![self, indices],
-            shape,
-            dtype: aval.dtype(),
-            links,
-            linearity: Linearity::First,
-            at,
-        })
-    }
-
-    /// Returns for each whole number `i` a row of `classes` elements with 1 at index `i` and 0
-    /// elsewhere, along a new last dimension. A number that is no index has zeros alone.
-    #[track_caller]
-    #[must_use]
-    pub fn one_hot(self, classes: usize, dtype: DType) -> Self {
-        let at = Location::caller();
-        let aval = self.node(at).aval;
-        if !matches!(aval.dtype(), DType::I32 | DType::I64) {
-            return fail(at, format!("one_hot: expected i32 or i64, found {aval}"));
-        }
-        if let Err(why) = check_dtype(dtype) {
-            return fail(at, why);
-        }
-        let rank = aval.ndim();
-        trace::write(NewNode {
-            op: Op::OneHot,
-            operands: vec![self],
-            shape: [aval.shape(), &[classes]].concat(),
-            dtype,
-            links: DimensionLinks {
-                operands: vec![(0..rank).map(OperandDimension::Linked).collect()],
-                results: vec![(0..rank).map(Some).chain([None]).collect()],
-            },
-            linearity: Linearity::None,
-            at,
-        })
     }
 
     /// Returns an array of this shape and dtype in which each element is `value`. It has no

@@ -5,7 +5,9 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 
 use mpmd_layout::aval::{DType, ShapedArray};
-use mpmd_layout::sharding::{ComputedShardings, DimensionLinks, Linearity, Sharding, Spec};
+use mpmd_layout::sharding::{
+    ComputedShardings, DimensionLinks, Linearity, OperandDimension, Sharding, Spec,
+};
 use mpmd_layout::topology::Mesh;
 
 use super::expr::Expr;
@@ -17,13 +19,16 @@ thread_local! {
 }
 
 /// The error of an expression that was kept from another call.
-const OF_ANOTHER: &str = "an expression of another function is used";
+const OF_ANOTHER: &str =
+    "an expression of another function is used: give this one its array as an input";
 
 /// The nodes of a function, and the first error of its expressions.
 pub(super) struct Trace {
     /// The number of the trace, by which its expressions are known.
     number: u64,
     pub(super) nodes: Vec<Node>,
+    /// The line of the method that is writing nodes, if it does so by others.
+    writer: Option<&'static Location<'static>>,
     error: Option<TraceError>,
 }
 
@@ -66,6 +71,7 @@ pub(super) fn trace<T>(
         traces.push(Trace {
             number,
             nodes: inputs,
+            writer: None,
             error: None,
         });
     });
@@ -84,33 +90,69 @@ pub(super) fn trace<T>(
 ///
 /// # Panics
 ///
-/// If an expression is used outside of the function that is traced.
-fn innermost<T>(f: impl FnOnce(&mut Trace) -> T) -> T {
-    TRACES.with_borrow_mut(|traces| {
-        let trace = traces.last_mut();
-        f(trace.expect("an expression is used outside of the function that `compute` traces"))
+/// If an expression is used outside of the function that is traced. `at` is the line that does so.
+fn innermost<T>(at: &'static Location<'static>, f: impl FnOnce(&mut Trace) -> T) -> T {
+    TRACES.with_borrow_mut(|traces| match traces.last_mut() {
+        Some(trace) => f(trace),
+        None => {
+            panic!("{at}: an expression is used outside of the function that `compute` traces")
+        }
     })
 }
 
 /// Returns the node of an expression. Of an expression of another function, and of one with an
 /// error, returns a number without dimensions.
 pub(super) fn node(expr: Expr, at: &'static Location<'static>) -> Node {
-    innermost(|trace| trace.node(expr, at))
+    innermost(at, |trace| trace.node(expr, at))
 }
 
 /// Records an error, unless there is one, and returns an expression that stands for its value.
 pub(super) fn fail(at: &'static Location<'static>, why: impl fmt::Display) -> Expr {
-    innermost(|trace| trace.fail(at, why.to_string()))
+    innermost(at, |trace| trace.fail(at, why.to_string()))
 }
 
 /// Writes a node, whose sharding follows from those of its operands.
 pub(super) fn write(new: NewNode) -> Expr {
-    innermost(|trace| trace.write(new))
+    innermost(new.at, |trace| trace.write(new, None))
+}
+
+/// Writes a node, whose sharding follows from those of its operands and of an array that it is to
+/// be beside. `like` has the numbers of that array's dimensions and its sharding.
+pub(super) fn write_like(new: NewNode, like: Option<(Vec<OperandDimension>, Sharding)>) -> Expr {
+    innermost(new.at, |trace| trace.write(new, like))
+}
+
+/// Writes a move, or returns the same one that was written before.
+pub(super) fn write_move(node: Node) -> Expr {
+    innermost(node.at, |trace| {
+        let is_it = |other: &Node| {
+            other.op == Op::Move
+                && other.operands == node.operands
+                && other.sharding == node.sharding
+        };
+        match trace.nodes.iter().position(is_it) {
+            Some(id) => Expr::new(trace.number, id),
+            None => trace.push(node),
+        }
+    })
+}
+
+/// Calls `f`, whose nodes and errors are all of the line `at`.
+pub(super) fn write_as<T>(at: &'static Location<'static>, f: impl FnOnce() -> T) -> T {
+    let before = innermost(at, |trace| trace.writer.replace(at));
+    let value = f();
+    innermost(at, |trace| trace.writer = before);
+    value
+}
+
+/// Returns the nodes of the function so far.
+pub(super) fn all_nodes(at: &'static Location<'static>) -> Vec<Node> {
+    innermost(at, |trace| trace.nodes.clone())
 }
 
 /// Writes a node with a given sharding.
 pub(super) fn write_placed(node: Node) -> Expr {
-    innermost(|trace| trace.push(node))
+    innermost(node.at, |trace| trace.push(node))
 }
 
 impl Trace {
@@ -145,16 +187,18 @@ impl Trace {
     }
 
     fn fail(&mut self, at: &'static Location<'static>, why: String) -> Expr {
+        let at = self.writer.unwrap_or(at);
         self.error.get_or_insert(TraceError { at, why });
         self.push(nothing(at))
     }
 
-    fn push(&mut self, node: Node) -> Expr {
+    fn push(&mut self, mut node: Node) -> Expr {
+        node.at = self.writer.unwrap_or(node.at);
         self.nodes.push(node);
         Expr::new(self.number, self.nodes.len() - 1)
     }
 
-    fn write(&mut self, new: NewNode) -> Expr {
+    fn write(&mut self, mut new: NewNode, like: Option<(Vec<OperandDimension>, Sharding)>) -> Expr {
         if self.error.is_some() {
             return self.push(nothing(new.at));
         }
@@ -165,15 +209,23 @@ impl Trace {
         let ids: Vec<NodeId> = new.operands.iter().map(|expr| expr.id()).collect();
         let operands = ids.iter().map(|id| &self.nodes[*id]);
         let level = operands.clone().map(|node| node.level).max().unwrap_or(0);
-        let shardings: Vec<Option<&Sharding>> =
+        let mut shardings: Vec<Option<&Sharding>> =
             operands.map(|node| node.sharding.as_ref()).collect();
+        if let Some((dims, sharding)) = &like {
+            new.links.operands.push(dims.clone());
+            shardings.push(Some(sharding));
+        }
         let mesh = shardings
             .iter()
             .find_map(|sharding| sharding.and_then(Sharding::mesh));
         let inferred = mesh.map(|mesh| new.links.infer(mesh, &shardings, new.linearity));
         let (parts, sharding) = match inferred.transpose() {
             Ok(None) => (Vec::new(), None),
-            Ok(Some(ComputedShardings { operands, results })) => {
+            Ok(Some(ComputedShardings {
+                mut operands,
+                results,
+            })) => {
+                operands.truncate(ids.len());
                 (operands, results.into_iter().next())
             }
             Err(why) => {

@@ -3,84 +3,83 @@
 use super::expr::Expr;
 use crate::exec::array::MpmdArray;
 
-/// The inputs of a function that `compute` traces: `&x`, tuples such as `(&x, &y)` of up to six
-/// arrays, or a slice of arrays. The function gets expressions in the same form: `x`, `(x, y)`, or
-/// a `Vec`.
+/// The inputs of a function that `compute` traces: `&x`, a list of arrays, or a tuple of up to six
+/// inputs, such as `(&x, &y)` or `(&params, &x)`. The function gets expressions in the same form:
+/// `x`, a `Vec` for a list, or a tuple.
 pub trait ComputeInputs<'a> {
     /// The argument of the function: an expression for each array.
     type Exprs;
 
-    /// Returns the arrays.
+    /// Appends the arrays, and the length of each list, in order.
     #[doc(hidden)]
-    fn arrays(&self) -> Vec<&'a MpmdArray>;
+    fn push_to(&self, arrays: &mut Vec<&'a MpmdArray>, lengths: &mut Vec<usize>);
 
     /// Makes the function's arguments of as many expressions as there are arrays.
     #[doc(hidden)]
-    fn exprs(&self, exprs: &[Expr]) -> Self::Exprs;
+    fn exprs(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Self::Exprs>;
 }
 
 impl<'a> ComputeInputs<'a> for &'a MpmdArray {
     type Exprs = Expr;
 
-    fn arrays(&self) -> Vec<&'a MpmdArray> {
-        vec![self]
+    fn push_to(&self, arrays: &mut Vec<&'a MpmdArray>, _: &mut Vec<usize>) {
+        arrays.push(self);
     }
 
-    fn exprs(&self, exprs: &[Expr]) -> Expr {
-        exprs[0]
+    fn exprs(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Expr> {
+        exprs.next()
     }
 }
 
 impl<'a> ComputeInputs<'a> for () {
     type Exprs = ();
 
-    fn arrays(&self) -> Vec<&'a MpmdArray> {
-        Vec::new()
-    }
+    fn push_to(&self, _: &mut Vec<&'a MpmdArray>, _: &mut Vec<usize>) {}
 
-    fn exprs(&self, _: &[Expr]) {}
+    fn exprs(&self, _: &mut dyn Iterator<Item = Expr>) -> Option<()> {
+        Some(())
+    }
 }
 
 impl<'a> ComputeInputs<'a> for &'a [MpmdArray] {
     type Exprs = Vec<Expr>;
 
-    fn arrays(&self) -> Vec<&'a MpmdArray> {
-        self.iter().collect()
+    fn push_to(&self, arrays: &mut Vec<&'a MpmdArray>, lengths: &mut Vec<usize>) {
+        arrays.extend(self.iter());
+        lengths.push(self.len());
     }
 
-    fn exprs(&self, exprs: &[Expr]) -> Vec<Expr> {
-        exprs.to_vec()
+    fn exprs(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Vec<Expr>> {
+        self.iter().map(|_| exprs.next()).collect()
     }
 }
 
 impl<'a> ComputeInputs<'a> for &'a Vec<MpmdArray> {
     type Exprs = Vec<Expr>;
 
-    fn arrays(&self) -> Vec<&'a MpmdArray> {
-        self.iter().collect()
+    fn push_to(&self, arrays: &mut Vec<&'a MpmdArray>, lengths: &mut Vec<usize>) {
+        self.as_slice().push_to(arrays, lengths);
     }
 
-    fn exprs(&self, exprs: &[Expr]) -> Vec<Expr> {
-        exprs.to_vec()
+    fn exprs(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Vec<Expr>> {
+        self.as_slice().exprs(exprs)
     }
 }
 
 macro_rules! tuples {
     ($($($name:ident $index:tt)+;)*) => {$(
-        impl<'a> ComputeInputs<'a> for ($(tuples!(@array 'a $name),)+) {
-            type Exprs = ($(tuples!(@expr $name),)+);
+        impl<'a, $($name: ComputeInputs<'a>),+> ComputeInputs<'a> for ($($name,)+) {
+            type Exprs = ($($name::Exprs,)+);
 
-            fn arrays(&self) -> Vec<&'a MpmdArray> {
-                vec![$(self.$index),+]
+            fn push_to(&self, arrays: &mut Vec<&'a MpmdArray>, lengths: &mut Vec<usize>) {
+                $(self.$index.push_to(arrays, lengths);)+
             }
 
-            fn exprs(&self, exprs: &[Expr]) -> Self::Exprs {
-                ($(exprs[$index],)+)
+            fn exprs(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Self::Exprs> {
+                Some(($(self.$index.exprs(exprs)?,)+))
             }
         }
     )*};
-    (@array $life:lifetime $name:ident) => { &$life MpmdArray };
-    (@expr $name:ident) => { Expr };
 }
 
 tuples! {
@@ -92,8 +91,8 @@ tuples! {
     A 0 B 1 C 2 D 3 E 4 F 5;
 }
 
-/// The results of a function that `compute` traces: an expression, a tuple of up to four results,
-/// or a list of expressions.
+/// Values of a function that `compute` traces, such as its results: an expression, a list of
+/// expressions, or a tuple of up to four of these.
 pub trait ComputeResults {
     /// The value of the call: an array for each expression.
     type Arrays;
@@ -108,6 +107,12 @@ pub trait ComputeResults {
         arrays: &mut dyn Iterator<Item = MpmdArray>,
         lengths: &mut dyn Iterator<Item = usize>,
     ) -> Option<Self::Arrays>;
+
+    /// Makes the same form of other expressions, as many as there are.
+    #[doc(hidden)]
+    fn with(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Self>
+    where
+        Self: Sized;
 }
 
 impl ComputeResults for Expr {
@@ -122,6 +127,31 @@ impl ComputeResults for Expr {
         _: &mut dyn Iterator<Item = usize>,
     ) -> Option<MpmdArray> {
         arrays.next()
+    }
+
+    fn with(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Self> {
+        exprs.next()
+    }
+}
+
+impl<const N: usize> ComputeResults for [Expr; N] {
+    type Arrays = [MpmdArray; N];
+
+    fn push_to(&self, exprs: &mut Vec<Expr>, _: &mut Vec<usize>) {
+        exprs.extend(self);
+    }
+
+    fn arrays(
+        arrays: &mut dyn Iterator<Item = MpmdArray>,
+        _: &mut dyn Iterator<Item = usize>,
+    ) -> Option<[MpmdArray; N]> {
+        let list: Vec<MpmdArray> = arrays.take(N).collect();
+        list.try_into().ok()
+    }
+
+    fn with(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Self> {
+        let list: Vec<Expr> = exprs.take(N).collect();
+        list.try_into().ok()
     }
 }
 
@@ -139,6 +169,10 @@ impl ComputeResults for Vec<Expr> {
     ) -> Option<Vec<MpmdArray>> {
         (0..lengths.next()?).map(|_| arrays.next()).collect()
     }
+
+    fn with(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Self> {
+        self.iter().map(|_| exprs.next()).collect()
+    }
 }
 
 macro_rules! result_tuples {
@@ -155,6 +189,10 @@ macro_rules! result_tuples {
                 lengths: &mut dyn Iterator<Item = usize>,
             ) -> Option<Self::Arrays> {
                 Some(($($name::arrays(arrays, lengths)?,)+))
+            }
+
+            fn with(&self, exprs: &mut dyn Iterator<Item = Expr>) -> Option<Self> {
+                Some(($(self.$index.with(exprs)?,)+))
             }
         }
     )*};

@@ -1,6 +1,8 @@
 //! Mistakes in functions that `compute` traces.
 
 pub(crate) mod exponential_of_a_partial_sum;
+pub(crate) mod gradient_by_indices;
+pub(crate) mod gradient_of_rows;
 pub(crate) mod largest_of_a_divided_dimension;
 pub(crate) mod number_of_another_dtype;
 pub(crate) mod rows_times_columns_of_one_axis;

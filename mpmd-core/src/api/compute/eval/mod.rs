@@ -3,6 +3,7 @@
 mod block;
 mod contract;
 mod elements;
+mod indexed;
 mod reduce;
 mod reshape;
 
@@ -107,8 +108,11 @@ fn compute(step: &Step, region: &Region, x: &[&Block<'_>]) -> Result<Block<'stat
         (Op::Slice { dim, start }, [x]) => reshape::slice(*dim, *start, x, shape),
         (Op::Pad { dim, before, value }, [x]) => reshape::pad(*dim, *before, *value, x, shape),
         (Op::Concatenate { dim }, blocks) => reshape::concatenate(*dim, blocks, shape),
-        (Op::Take { dim }, [x, indices]) => reduce::take(*dim, x, indices, shape),
-        (Op::OneHot, [x]) => reduce::one_hot(x, shape, step.aval.dtype()),
+        (Op::Take { dim }, [x, indices]) => indexed::take(*dim, x, indices, shape),
+        (Op::TakeAlong { dim }, [x, indices]) => indexed::take_along(*dim, x, indices, shape),
+        (Op::SumAlong { dim }, [x, indices]) => indexed::sum_along(*dim, x, indices, shape),
+        (Op::SegmentSum { dim }, [x, segments]) => indexed::segment_sum(*dim, x, segments, shape),
+        (Op::OneHot, [x]) => indexed::one_hot(x, shape, step.aval.dtype()),
         _ => Err(Error::kernel(
             "a node of a traced function has other operands",
         )),

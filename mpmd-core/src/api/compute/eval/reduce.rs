@@ -4,7 +4,7 @@
 
 use mpmd_layout::aval::DType;
 
-use super::block::{Block, Held, offset, unsupported};
+use super::block::{Block, Held};
 use super::elements::{Number, for_number};
 use crate::api::compute::node::Reduction;
 use crate::error::Result;
@@ -128,48 +128,4 @@ pub(super) fn argmax(dim: usize, x: &Block<'_>, shape: &[usize]) -> Result<Block
         let count: usize = shape.iter().product();
         Ok(Block::new(shape, (0..count).map(index).collect()))
     })
-}
-
-/// Takes the elements of a dimension at indices. Those beyond the dimension are its first or last.
-pub(super) fn take(
-    dim: usize,
-    x: &Block<'_>,
-    indices: &Block<'_>,
-    shape: &[usize],
-) -> Result<Block<'static>> {
-    let indices = whole_numbers(indices)?;
-    let outer: usize = x.shape[..dim].iter().product();
-    let inner: usize = x.shape[dim + 1..].iter().product();
-    let len = x.shape[dim];
-    super::block::for_dtype!(x.dtype(), T => {
-        let list = x.list::<T>()?;
-        let mut taken = Vec::with_capacity(shape.iter().product());
-        for before in 0..outer {
-            for index in &indices {
-                let last = len.saturating_sub(1);
-                let index = usize::try_from(*index).unwrap_or(0).min(last);
-                let at = offset(&[outer, len, inner], [before, index, 0].into_iter());
-                taken.extend_from_slice(&list[at..at + inner]);
-            }
-        }
-        Ok(Block::new(shape, taken))
-    })
-}
-
-/// Returns rows of zeros with 1 at the index that each element is.
-pub(super) fn one_hot(x: &Block<'_>, shape: &[usize], dtype: DType) -> Result<Block<'static>> {
-    let classes = shape.last().copied().unwrap_or(0);
-    let mut is_it = Vec::with_capacity(shape.iter().product());
-    for index in whole_numbers(x)? {
-        is_it.extend((0..classes).map(|class| i64::try_from(class) == Ok(index)));
-    }
-    super::elements::cast(&Block::new(shape, is_it), dtype)
-}
-
-fn whole_numbers(x: &Block<'_>) -> Result<Vec<i64>> {
-    match x.dtype() {
-        DType::I32 => Ok(x.list::<i32>()?.iter().map(|x| i64::from(*x)).collect()),
-        DType::I64 => Ok(x.list::<i64>()?.to_vec()),
-        other => Err(unsupported(other)),
-    }
 }
