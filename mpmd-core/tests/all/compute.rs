@@ -14,7 +14,7 @@ type Function = fn(Expr) -> Expr;
 
 /// Runs a program over two processes with four devices, on the mesh `x` by `y` of two each. Returns
 /// what the first process returns.
-fn on_mesh<T: Send>(program: impl Fn(&mut Program, &Mesh) -> Result<T> + Sync) -> T {
+pub(crate) fn on_mesh<T: Send>(program: impl Fn(&mut Program, &Mesh) -> Result<T> + Sync) -> T {
     let _limit = watchdog(120);
     let results = mpmd_core::simulate(2, 4, 7, |p| {
         let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
@@ -26,7 +26,7 @@ fn on_mesh<T: Send>(program: impl Fn(&mut Program, &Mesh) -> Result<T> + Sync) -
     first
 }
 
-fn counted(shape: &[usize]) -> MpmdArray {
+pub(crate) fn counted(shape: &[usize]) -> MpmdArray {
     let values: Vec<f32> = (0..shape.iter().product())
         .map(|i| i as f32 + 1.0)
         .collect();
@@ -34,7 +34,7 @@ fn counted(shape: &[usize]) -> MpmdArray {
 }
 
 /// Returns all elements of an array, moved to every device.
-fn whole(p: &mut Program, mesh: &Mesh, x: &MpmdArray) -> Result<Vec<f32>> {
+pub(crate) fn whole(p: &mut Program, mesh: &Mesh, x: &MpmdArray) -> Result<Vec<f32>> {
     let x = p.device_put(x, mesh.replicated())?;
     Ok(x.to_host()?.unwrap().to_vec::<f32>()?)
 }

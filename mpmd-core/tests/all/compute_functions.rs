@@ -1,5 +1,6 @@
 //! The functions of the golden files that `compute` is compared with: their inputs and steps.
 
+use mpmd_core::aval::Element;
 use mpmd_core::compute::{Expr, concatenate, einsum, number};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
@@ -114,8 +115,22 @@ fn whole_numbers(list: &[i32]) -> Expr {
     concatenate(&each.collect::<Vec<_>>(), 0)
 }
 
-/// Returns the elements that the generators give input number `number`.
-pub(crate) fn values(shape: &[usize], number: usize) -> Vec<f64> {
-    let value = |i: usize| ((i * 7 + 3 * number) % 11) as f64 / 4.0 - 1.25;
-    (0..shape.iter().product()).map(value).collect()
+/// Makes the inputs of a function, with the elements that the generators give them.
+pub(crate) fn put_inputs<T: Element>(
+    p: &mut Program,
+    mesh: &Mesh,
+    inputs: &[Input],
+    convert: impl Fn(f64) -> T,
+) -> Result<Vec<MpmdArray>> {
+    let put = |(number, input): (usize, &Input)| {
+        let value = |i: usize| ((i * 7 + 3 * number) % 11) as f64 / 4.0 - 1.25;
+        let count: usize = input.shape.iter().product();
+        let values: Vec<T> = (0..count).map(|i| convert(value(i))).collect();
+        let host = MpmdArray::from_slice(&input.shape, &values)?;
+        match &input.spec {
+            InputSpec::Placed(spec) => p.device_put(&host, sharding(mesh, spec)),
+            InputSpec::Host(_) => Ok(host),
+        }
+    };
+    inputs.iter().enumerate().map(put).collect()
 }

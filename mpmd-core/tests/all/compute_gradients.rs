@@ -4,7 +4,8 @@
 //! other is computed from, times fixed weights.
 
 use crate::common::watchdog;
-use crate::compute_functions::{Input, InputSpec, Step, apply, sharding, values};
+use crate::compute::{counted, on_mesh, whole};
+use crate::compute_functions::{Input, InputSpec, Step, apply, put_inputs, sharding};
 use mpmd_core::compute::{Expr, concatenate, einsum, number};
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
@@ -55,14 +56,7 @@ fn weights(shape: &[usize]) -> Expr {
 
 /// Computes the loss of a function and its gradients. Returns what differs from those of JAX.
 fn differences(p: &mut Program, mesh: &Mesh, function: &Function) -> Result<Vec<String>> {
-    let mut inputs = Vec::new();
-    for (number, input) in function.inputs.iter().enumerate() {
-        let host = MpmdArray::from_slice(&input.shape, &values(&input.shape, number))?;
-        inputs.push(match &input.spec {
-            InputSpec::Placed(spec) => p.device_put(&host, sharding(mesh, spec))?,
-            InputSpec::Host(_) => host,
-        });
-    }
+    let inputs = put_inputs(p, mesh, &function.inputs, |x| x)?;
 
     // Which steps fit the shardings of their operands.
     let mut fits = Vec::new();
@@ -145,31 +139,6 @@ fn gradients_are_those_of_jax() {
             found.join("\n")
         );
     }
-}
-
-/// Runs a program over two processes with four devices, on the mesh `x` by `y` of two each. Returns
-/// what the first process returns.
-fn on_mesh<T: Send>(program: impl Fn(&mut Program, &Mesh) -> Result<T> + Sync) -> T {
-    let _limit = watchdog(120);
-    let results = mpmd_core::simulate(2, 4, 7, |p| {
-        let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
-        program(p, &mesh)
-    });
-    let mut results = results.into_iter();
-    let first = results.next().unwrap().unwrap();
-    results.for_each(|other| drop(other.unwrap()));
-    first
-}
-
-fn counted(shape: &[usize]) -> MpmdArray {
-    let count: usize = shape.iter().product();
-    let values: Vec<f32> = (0..count).map(|i| i as f32 + 1.0).collect();
-    MpmdArray::from_slice(shape, &values).unwrap()
-}
-
-fn whole(p: &mut Program, mesh: &Mesh, x: &MpmdArray) -> Result<Vec<f32>> {
-    let x = p.device_put(x, mesh.replicated())?;
-    Ok(x.to_host()?.unwrap().to_vec::<f32>()?)
 }
 
 #[test]
@@ -277,7 +246,7 @@ fn gradients_refuse_what_has_none() {
         "gradients: value 1 is i32[], and only floats have them",
         "",
         "segment_sum: there is no dimension 1 of 1",
-        "segment_sum: expected segments of i32 or i64, found f32[4]",
+        "segment_sum: expected indices of i32 or i64, found f32[4]",
     ]) {
         assert!(
             error.contains(expected),
@@ -357,8 +326,11 @@ fn elements_are_taken_along_a_dimension_and_split() {
             ),
             (
                 p.compute((&x, &indices), |(x, indices)| x.take_along(0, indices)),
-                "take_along: expected indices of i32 or i64, whose other dimensions are those of \
-                 the array: found f32[4,3] and i32[4,2]",
+                "take_along: f32[4,3] and i32[4,2] differ in more than dimension 0",
+            ),
+            (
+                p.compute(&x, |x| x.split(1, &[usize::MAX, 4])[0]),
+                "do not add up to dimension 1 of f32[4,3]",
             ),
         ] {
             let error = error.unwrap_err().to_string();

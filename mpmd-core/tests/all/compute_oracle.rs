@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use crate::common::watchdog;
-use crate::compute_functions::{Input, InputSpec, Step, apply, sharding, values};
+use crate::compute_functions::{Input, Step, apply, put_inputs, sharding};
 use mpmd_core::compute::Expr;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
@@ -57,18 +57,7 @@ const MOVED_BY_JAX: [&str; 9] = [
 /// Computes a function step by step, and then as a whole. Returns how its steps differ from JAX.
 fn compare(p: &mut Program, mesh: &Mesh, function: &Function) -> Result<Vec<(Difference, String)>> {
     let seed = function.seed;
-    let mut inputs = Vec::new();
-    for (number, input) in function.inputs.iter().enumerate() {
-        let list: Vec<f32> = values(&input.shape, number)
-            .iter()
-            .map(|x| *x as f32)
-            .collect();
-        let host = MpmdArray::from_slice(&input.shape, &list)?;
-        inputs.push(match &input.spec {
-            InputSpec::Placed(spec) => p.device_put(&host, sharding(mesh, spec))?,
-            InputSpec::Host(_) => host,
-        });
-    }
+    let inputs = put_inputs(p, mesh, &function.inputs, |x| x as f32)?;
 
     let mut differences = Vec::new();
     let mut made = inputs.clone();

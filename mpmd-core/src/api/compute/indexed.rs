@@ -2,7 +2,7 @@
 
 use std::panic::Location;
 
-use mpmd_layout::aval::DType;
+use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::{DimensionLinks, Linearity, OperandDimension};
 
 use super::dims::dim;
@@ -19,22 +19,10 @@ impl Expr {
     pub fn take(self, along: isize, indices: Self) -> Self {
         let at = Location::caller();
         let (aval, chosen) = (self.node(at).aval, indices.node(at).aval);
-        let along = match dim(along, aval.ndim()) {
+        let along = match taken_dimension(&aval, along, &chosen) {
             Ok(along) => along,
             Err(why) => return fail(at, format!("take: {why}")),
         };
-        if !matches!(chosen.dtype(), DType::I32 | DType::I64) {
-            return fail(
-                at,
-                format!("take: expected indices of i32 or i64, found {chosen}"),
-            );
-        }
-        if aval.shape()[along] == 0 && chosen.elements() > 0 {
-            return fail(
-                at,
-                format!("take: dimension {along} of {aval} has no elements"),
-            );
-        }
         let rank = aval.ndim();
         let of_indices: Vec<usize> = (rank..rank + chosen.ndim()).collect();
         let linked = |dim| match dim == along {
@@ -80,15 +68,16 @@ impl Expr {
     pub fn take_along(self, along: isize, indices: Self) -> Self {
         let at = Location::caller();
         let (aval, chosen) = (self.node(at).aval, indices.node(at).aval);
-        let along = match dim(along, aval.ndim()) {
+        let along = match taken_dimension(&aval, along, &chosen) {
             Ok(along) => along,
             Err(why) => return fail(at, format!("take_along: {why}")),
         };
-        if aval.shape()[along] == 0 && chosen.elements() > 0 {
-            let why = format!("dimension {along} of {aval} has no elements");
+        let is_same = |dim: usize| dim == along || aval.shape()[dim] == chosen.shape()[dim];
+        if aval.ndim() != chosen.ndim() || !(0..aval.ndim()).all(is_same) {
+            let why = format!("{aval} and {chosen} differ in more than dimension {along}");
             return fail(at, format!("take_along: {why}"));
         }
-        let count = chosen.shape().get(along).copied().unwrap_or(0);
+        let count = chosen.shape()[along];
         let op = Op::TakeAlong { dim: along };
         along_dimension(op, [self, indices], along, count, at)
     }
@@ -128,8 +117,7 @@ impl Expr {
             let why = format!("{chosen} does not fit the dimensions from {along} on of {aval}");
             return fail(at, format!("segment_sum: {why}"));
         }
-        if !matches!(chosen.dtype(), DType::I32 | DType::I64) {
-            let why = format!("expected segments of i32 or i64, found {chosen}");
+        if let Err(why) = check_indices(&chosen) {
             return fail(at, format!("segment_sum: {why}"));
         }
         if aval.dtype() == DType::Bool {
@@ -166,8 +154,8 @@ impl Expr {
     pub fn one_hot(self, classes: usize, dtype: DType) -> Self {
         let at = Location::caller();
         let aval = self.node(at).aval;
-        if !matches!(aval.dtype(), DType::I32 | DType::I64) {
-            return fail(at, format!("one_hot: expected i32 or i64, found {aval}"));
+        if let Err(why) = check_indices(&aval) {
+            return fail(at, format!("one_hot: {why}"));
         }
         if let Err(why) = check_dtype(dtype) {
             return fail(at, why);
@@ -188,6 +176,28 @@ impl Expr {
     }
 }
 
+/// Returns the dimension of an array from which elements are taken at these indices.
+fn taken_dimension(
+    aval: &ShapedArray,
+    along: isize,
+    indices: &ShapedArray,
+) -> Result<usize, String> {
+    let along = dim(along, aval.ndim())?;
+    check_indices(indices)?;
+    match aval.shape()[along] == 0 && indices.elements() > 0 {
+        true => Err(format!("dimension {along} of {aval} has no elements")),
+        false => Ok(along),
+    }
+}
+
+/// Returns the reason if the elements of an array are no indices.
+fn check_indices(aval: &ShapedArray) -> Result<(), String> {
+    match aval.dtype() {
+        DType::I32 | DType::I64 => Ok(()),
+        _ => Err(format!("expected indices of i32 or i64, found {aval}")),
+    }
+}
+
 /// Writes a node of an array and its indices. Their dimensions are the same but for `along`, where
 /// the result has the size `count`.
 fn along_dimension(
@@ -197,14 +207,7 @@ fn along_dimension(
     count: usize,
     at: &'static Location<'static>,
 ) -> Expr {
-    let [aval, chosen] = operands.map(|expr| expr.node(at).aval);
-    let is_whole = matches!(chosen.dtype(), DType::I32 | DType::I64);
-    let is_same = |dim: usize| dim == along || aval.shape()[dim] == chosen.shape()[dim];
-    if !is_whole || aval.ndim() != chosen.ndim() || !(0..aval.ndim()).all(is_same) {
-        let why = "expected indices of i32 or i64, whose other dimensions are those of the array";
-        let name = op.name();
-        return fail(at, format!("{name}: {why}: found {aval} and {chosen}"));
-    }
+    let aval = operands[0].node(at).aval;
     let rank = aval.ndim();
     let is_take = matches!(op, Op::TakeAlong { .. });
     // The number of the dimension along which the elements are chosen, in the indices.
@@ -218,7 +221,11 @@ fn along_dimension(
         false => Some(dim),
     };
     let mut shape = aval.shape().to_vec();
-    shape[along] = count;
+    match shape.get_mut(along) {
+        Some(size) => *size = count,
+        // A value with an error has no dimensions.
+        None => return operands[0],
+    }
     trace::write(NewNode {
         op,
         operands: operands.to_vec(),

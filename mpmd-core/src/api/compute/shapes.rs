@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::panic::Location;
 
 use mpmd_layout::aval::{DType, ShapedArray};
-use mpmd_layout::sharding::{DimensionLinks, Linearity, OperandDimension};
+use mpmd_layout::sharding::{DimensionLinks, Linearity, OperandDimension, Sharding};
 
 use super::dims::dim;
 use super::expr::{Expr, Operand, check_dtype, constant, dtypes_differ};
@@ -127,33 +127,7 @@ impl Expr {
     #[must_use]
     pub fn broadcast_to(self, shape: &[usize]) -> Self {
         let at = Location::caller();
-        let aval = self.node(at).aval;
-        let first = shape.len().checked_sub(aval.ndim());
-        let fits = |first: &usize| {
-            let mut pairs = aval.shape().iter().zip(&shape[*first..]);
-            pairs.all(|(own, new)| own == new || *own == 1)
-        };
-        let Some(first) = first.filter(fits) else {
-            return fail(at, format!("broadcast_to: {aval} does not fit {shape:?}"));
-        };
-        let own = aval.shape().iter().enumerate();
-        let linked = own.map(|(dim, size)| match *size == shape[first + dim] {
-            true => OperandDimension::Linked(first + dim),
-            false => OperandDimension::Whole,
-        });
-        let links = DimensionLinks {
-            operands: vec![linked.collect()],
-            results: vec![(0..shape.len()).map(Some).collect()],
-        };
-        trace::write(NewNode {
-            op: Op::Broadcast,
-            operands: vec![self],
-            shape: shape.to_vec(),
-            dtype: aval.dtype(),
-            links,
-            linearity: Linearity::Joint,
-            at,
-        })
+        repeated(self, shape, None, at)
     }
 
     /// Returns the elements in a range of a dimension, which may not be divided.
@@ -184,8 +158,11 @@ impl Expr {
     pub fn split(self, along: isize, sizes: &[usize]) -> Vec<Self> {
         let at = Location::caller();
         let aval = self.node(at).aval;
+        let sum = sizes
+            .iter()
+            .fold(0usize, |sum, size| sum.saturating_add(*size));
         let why = match dim(along, aval.ndim()) {
-            Ok(along) if sizes.iter().sum::<usize>() == aval.shape()[along] => None,
+            Ok(along) if sum == aval.shape()[along] => None,
             Ok(along) => Some(format!(
                 "the sizes {sizes:?} do not add up to dimension {along} of {aval}"
             )),
@@ -252,6 +229,45 @@ impl Expr {
             false => fail(at, dtypes_differ("filled_like", &aval, &own)),
         }
     }
+}
+
+/// Repeats an array to this shape. Its sharding follows also from that of `like`, an array of this
+/// shape.
+pub(super) fn repeated(
+    x: Expr,
+    shape: &[usize],
+    like: Option<Sharding>,
+    at: &'static Location<'static>,
+) -> Expr {
+    let aval = x.node(at).aval;
+    let first = shape.len().checked_sub(aval.ndim());
+    let fits = |first: &usize| {
+        let mut pairs = aval.shape().iter().zip(&shape[*first..]);
+        pairs.all(|(own, new)| own == new || *own == 1)
+    };
+    let Some(first) = first.filter(fits) else {
+        return fail(at, format!("broadcast_to: {aval} does not fit {shape:?}"));
+    };
+    let own = aval.shape().iter().enumerate();
+    let linked = own.map(|(dim, size)| match *size == shape[first + dim] {
+        true => OperandDimension::Linked(first + dim),
+        false => OperandDimension::Whole,
+    });
+    let all = 0..shape.len();
+    let new = NewNode {
+        op: Op::Broadcast,
+        operands: vec![x],
+        shape: shape.to_vec(),
+        dtype: aval.dtype(),
+        links: DimensionLinks {
+            operands: vec![linked.collect()],
+            results: vec![all.clone().map(Some).collect()],
+        },
+        linearity: Linearity::Joint,
+        at,
+    };
+    let like = like.map(|like| (all.map(OperandDimension::Linked).collect(), like));
+    trace::write_like(new, like)
 }
 
 /// Returns the arrays one behind the other along a dimension, which may not be divided.

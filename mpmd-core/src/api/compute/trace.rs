@@ -116,8 +116,8 @@ pub(super) fn write(new: NewNode) -> Expr {
     innermost(new.at, |trace| trace.write(new, None))
 }
 
-/// Writes a node, whose sharding follows from those of its operands and of an array that it is to
-/// be beside. `like` has the numbers of that array's dimensions and its sharding.
+/// Writes a node as [`write`] does. Its sharding follows also from that of `like`: the numbers of
+/// an array's dimensions, and the array's sharding.
 pub(super) fn write_like(new: NewNode, like: Option<(Vec<OperandDimension>, Sharding)>) -> Expr {
     innermost(new.at, |trace| trace.write(new, like))
 }

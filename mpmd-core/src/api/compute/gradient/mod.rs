@@ -10,17 +10,20 @@ use std::collections::BTreeMap;
 use std::panic::Location;
 
 use mpmd_layout::aval::ShapedArray;
-use mpmd_layout::sharding::{DimensionLinks, Linearity, OperandDimension, Sharding, Spec};
+use mpmd_layout::sharding::{Sharding, Spec};
+use mpmd_layout::topology::Mesh;
 
 use super::expr::{Expr, constant, is_float};
 use super::node::{Node, NodeId, Op, Scalar};
-use super::trace::{self, NewNode, fail, mesh_of};
+use super::shapes::repeated;
+use super::trace::{self, fail, mesh_of};
 use super::values::ComputeResults;
 use rules::Differentiated;
 
 impl Expr {
-    /// Returns the gradients of this value, which has one element, by each of `of`: values of this
-    /// function, in the form of a list, a tuple or a single one. They may be inputs or computed.
+    /// Returns the gradients of this value by each of `of`. This value has one element. `of` is a
+    /// value of this function, a list or a tuple of them, inputs or computed; the gradients have
+    /// the same form.
     ///
     /// ```
     /// use mpmd_core::prelude::*;
@@ -39,12 +42,13 @@ impl Expr {
     /// assert_eq!(results[0].as_ref().unwrap(), &Some(vec![180.0]));
     /// ```
     ///
-    /// A gradient has the sharding of its value. Where a value is whole on devices that compute
-    /// with different parts of others, its gradient is a sum over these devices, and adding it up
-    /// is a move, which makes the call several operations as [`to`](Self::to) does. The gradient of
-    /// a partial sum is that of the whole sum, on all its devices. The gradient of a host value is
-    /// whole on all devices. As with all results, `None` behind the last divided dimension is left
-    /// out of the sharding.
+    /// A gradient has the sharding of its value. `None` behind the last divided dimension is left
+    /// out, as in all results. The gradient of a partial sum is that of the whole sum, on all its
+    /// devices. The gradient of a host value is whole on all devices.
+    ///
+    /// Devices that have a whole value may compute with different parts of others. The gradient is
+    /// then a sum over these devices. It is added up by a move, which makes the call several
+    /// operations as [`to`](Self::to) does.
     ///
     /// Comparisons, indices and conversions from or to whole numbers have no gradient. Where a
     /// function has a kink, the gradient is that of JAX: 1 of `abs` at 0, and equal shares of equal
@@ -155,36 +159,36 @@ fn total(node: &Node, parts: &[Expr], at: &'static Location<'static>) -> Expr {
     let mut groups: Vec<Expr> = Vec::new();
     for part in parts {
         let sharding = part.sharding();
-        let same = |group: &&mut Expr| is_same(group.sharding().as_ref(), sharding.as_ref());
+        let same = |group: &&mut Expr| match (group.sharding(), &sharding) {
+            (Some(own), Some(other)) => is_same(&own, other),
+            (own, other) => own.is_none() && other.is_none(),
+        };
         match groups.iter_mut().find(same) {
             Some(group) => *group = *group + *part,
             None => groups.push(*part),
         }
     }
-    let home = groups.iter().find_map(|group| {
-        let node = group.node(at);
-        mesh_of(&node).cloned()
-    });
-    let to = |group: Expr| match (&node.sharding, group.sharding(), &home) {
-        (Some(own), Some(_), _) => Some(own.reduced()),
+    let home = match &node.sharding {
+        Some(own) => Some(own.reduced()),
         // A host value is whole on each device that computes with it.
-        (None, Some(_), Some(mesh)) => Some(mesh.replicated()),
-        _ => None,
+        None => groups.iter().find_map(|group| {
+            let node = group.node(at);
+            mesh_of(&node).map(Mesh::replicated)
+        }),
     };
-    let moved = groups.into_iter().map(|group| match to(group) {
-        Some(to) if !is_same(Some(&to), group.sharding().as_ref()) => group.to(to),
-        _ => group,
-    });
+    let moved = groups
+        .into_iter()
+        .map(|group| match (&home, group.sharding()) {
+            (Some(home), Some(own)) if !is_same(home, &own) => group.to(home),
+            _ => group,
+        });
     let total = moved.reduce(|sum, group| sum + group);
     total.unwrap_or_else(|| zeros(node, at))
 }
 
 /// True if two shardings are the same, but for `None` behind the last divided dimension. Those that
 /// place an array alike by chance, such as on an axis of size 1, are not.
-fn is_same(a: Option<&Sharding>, b: Option<&Sharding>) -> bool {
-    let (Some(a), Some(b)) = (a, b) else {
-        return a.is_none() && b.is_none();
-    };
+fn is_same(a: &Sharding, b: &Sharding) -> bool {
     let axes = |sharding: &Sharding| {
         let entries = sharding.spec().map_or(&[][..], Spec::entries);
         let mut axes: Vec<Vec<String>> = entries.iter().map(|it| it.axes().to_vec()).collect();
@@ -218,25 +222,5 @@ fn spread(
         Some(partial) if !partial.unreduced_axes().is_empty() => x.to(partial.reduced()),
         _ => x,
     };
-    let own = x.node(at).aval;
-    let rank = aval.ndim();
-    let first = rank - own.ndim();
-    let linked = |(dim, size): (usize, &usize)| match *size == aval.shape()[first + dim] {
-        true => OperandDimension::Linked(first + dim),
-        false => OperandDimension::Whole,
-    };
-    let new = NewNode {
-        op: Op::Broadcast,
-        operands: vec![x],
-        shape: aval.shape().to_vec(),
-        dtype: aval.dtype(),
-        links: DimensionLinks {
-            operands: vec![own.shape().iter().enumerate().map(linked).collect()],
-            results: vec![(0..rank).map(Some).collect()],
-        },
-        linearity: Linearity::Joint,
-        at,
-    };
-    let all = (0..rank).map(OperandDimension::Linked).collect();
-    trace::write_like(new, sharding.map(|sharding| (all, sharding.reduced())))
+    repeated(x, aval.shape(), sharding.map(Sharding::reduced), at)
 }

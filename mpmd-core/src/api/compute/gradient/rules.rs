@@ -8,7 +8,7 @@ use mpmd_layout::sharding::{Sharding, Spec, SpecEntry};
 use super::super::expr::{Expr, is_float};
 use super::super::node::{Binary, Contraction, Op, Reduction, Unary};
 use super::super::reductions::contract;
-use super::spread;
+use super::{spread, zeros};
 
 /// A node with the gradient of its value.
 pub(super) struct Differentiated<'a> {
@@ -184,7 +184,7 @@ impl Differentiated<'_> {
         let count = self.value.shape()[dim];
         let aval = x.aval();
         if count == 0 {
-            return super::zeros(&x.node(self.at), self.at);
+            return zeros(&x.node(self.at), self.at);
         }
         let taken = self.gradient.take(dim.cast_signed(), segments);
         // Parts of no segment were left out.
